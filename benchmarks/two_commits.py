@@ -6,7 +6,8 @@
     python benchmarks/two_commits.py ~/before --models mlp --rounds 40
 
 Each checkout runs with the Python of its ``.venv-test``; all processes are interleaved, and the first round is not
-counted. Printed: median step times, this checkout's as a share of the other's, and the same of ``import singa_lite``.
+counted. Printed: median step times, this checkout's as a share of the other's, and the same of the imports of
+a script that trains.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
-from import_time import TIMED
+from import_time import TIMED, WHOLE
 from interleaved import Group, machine, time_interleaved
 from steps import SHAPES
 
@@ -65,7 +66,7 @@ def together(ranks: int, checkout: Path) -> Group:
 
 
 def import_ms(checkout: Path) -> float:
-    command = [python_of(checkout), "-I", "-c", TIMED.format("import singa_lite")]
+    command = [python_of(checkout), "-I", "-c", TIMED.format(WHOLE)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from .bench.command import run_command
 from .comm.flight_report import SHOWN_CALLS
 from .comm.inspect_job import inspect_job
-from .comm.trace_file import join_trace
 from .errors import OptionError
 from .launch_command import add_run, launch_job
 
@@ -109,6 +108,8 @@ def _inspect(pid: int, num_calls: int) -> int:
 
 
 def _join(folder: Path, path: Path) -> int:
+    from .comm.trace_file import join_trace
+
     print(join_trace(folder, path))
     return 0
 

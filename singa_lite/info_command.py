@@ -12,7 +12,7 @@ from pathlib import Path
 from . import _native
 from .backend.cpu.bfloat16 import describe
 from .comm import find_transports
-from .comm.rendezvous import threads_per_rank
+from .comm.job import threads_per_rank
 
 LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (

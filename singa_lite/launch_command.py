@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from .comm.launch import EXIT_TIMEOUT_S, MAX_RANKS, STOP_TIMEOUT_S, LaunchOption
 from .comm.launch_hosts import Placement, srun_line
 from .comm.link import parse_link
 from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
-from .comm.trace_file import tracing
 from .path_arguments import folder
 
 RSH = "ssh"
@@ -167,7 +167,7 @@ def launch_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             line = srun_line(command, options.num_workers, given)
             parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
     restart = check_restart(restart, options.num_workers)
-    with tracing(options.trace) as variables:
+    with _tracing(options.trace) as variables:
         launch_options = replace(given, worker_env={**given.worker_env, **variables})
         if placement is None:
             return launch_rounds(command, options.num_workers, launch_options, restart)
@@ -184,6 +184,14 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
     if not os.path.exists(command[0]):  # False too, not an OSError, of a name too long
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
     return command
+
+
+def _tracing(path: Path | None) -> AbstractContextManager[dict[str, str]]:
+    if path is None:
+        return nullcontext({})
+    from .comm.trace_file import tracing  # Note [imports]
+
+    return tracing(path)
 
 
 def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

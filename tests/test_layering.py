@@ -42,11 +42,20 @@ EXCHANGE = {"comm", "sync"}
 COMPUTE = {"backend", "device", "tensor", "autograd", "initializer", "layer", "opt", "model", "gluon"}
 IMPORTS_BOTH = {"opt.dist", "opt.step_options", "opt.consistency"}
 SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
-# imported inside a function: cupy when a CUDA device is made, what other commands than `run` need, and zipfile when
-# states are saved
+# imported inside a function: cupy when a CUDA device is made, what other commands than `run` need, numpy where `run`
+# needs none, and zipfile when states are saved
 LATE = {
     "device": {"backend.cuda"},
-    "cli": {"bench.sync", "bench.compare", "bench.allreduce", "bench.plan_command", "info_command"},
+    "cli": {
+        "bench.sync",
+        "bench.compare",
+        "bench.allreduce",
+        "bench.plan_command",
+        "comm.trace_file",
+        "info_command",
+    },
+    "comm": {"comm.base", "comm.p2p"},
+    "launch_command": {"comm.trace_file"},
     "model": {"model_file"},
 }
 DATA_SEES = {"errors", "config"}

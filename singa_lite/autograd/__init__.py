@@ -6,7 +6,7 @@
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import this_thread
 from ..tensor import OPERATORS
@@ -28,6 +28,13 @@ class _Autograd(ModuleType):
     @training.setter
     def training(self, value: bool) -> None:
         this_thread.training = bool(value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a layer, which SINGA scripts find here too; layers are above, so the face of the package has them."""
+        layers = {} if name.startswith("__") else vars(sys.modules[__package__.split(".")[0]].layer)
+        if name not in layers.get("__all__", ()):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return layers[name]
 
 
 if TYPE_CHECKING:

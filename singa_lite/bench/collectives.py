@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import HAS_BLOCKS, Communicator
-from ..comm.link import LinkCommunicator
+from ..comm.link_communicator import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from ..comm.work import Work
 from ..errors import CommError

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from .. import config
+from ..comm.job import threads_per_rank
 from ..comm.link import parse_link
-from ..comm.rendezvous import threads_per_rank
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..files import atomic_file, sealed, unsealed
 from .datasets import Images

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..comm.base import Communicator
 from ..comm.dispatch import DispatchCommunicator
-from ..comm.link import LinkCommunicator
+from ..comm.link_communicator import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from ..files import atomic_file
 from .calibration import Calibration, calibration_from

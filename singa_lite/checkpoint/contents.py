@@ -12,8 +12,9 @@ import numpy as np
 
 from ..dtypes import bfloat16
 from ..errors import CheckpointError, OptionError
-from ..generation import FORMAT, Arrays, Manifest, digest, new_id
+from ..generation import FORMAT, Manifest, new_id
 from ..tensor import Tensor, to_numpy
+from .rank_arrays import Arrays, digest
 
 Json = Any
 # of ShardedSampler.state_dict: equal on all ranks that share the samples of an epoch

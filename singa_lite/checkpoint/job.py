@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..comm.base import Communicator, World
+from ..comm.job import launched_job
 from ..comm.local import LocalCommunicator
-from ..comm.rendezvous import launched_job
 from ..config import state
 from ..errors import CheckpointError, OptionError
-from ..generation import Arrays
 from ..model import Model
 from ..opt import DistOpt
+from .rank_arrays import Arrays
 from .resize import OPTIMIZER
 from .saving import Saving
 from .streams import streams

@@ -14,7 +14,7 @@ from typing import Any
 from ..comm.base import Communicator
 from ..comm.hosts import this_host
 from ..errors import CheckpointError
-from ..generation import Arrays, DamagedError, Generation, Manifest, find_generations, read_rank, read_shared
+from ..generation import Generation, Manifest, find_generations
 from ..model import Model
 from ..model_file import Checkpoint
 from ..opt.fixed_order import check_threads
@@ -34,6 +34,7 @@ from .job import (
     state_of,
     states_of_trainer,
 )
+from .rank_arrays import Arrays, DamagedError, read_rank, read_shared
 from .resize import EXTRA, OPTIMIZER, resized
 from .streams import DEVICES, check_streams, restore_streams, stream_ids
 from .streams import PREFIX as STREAMS

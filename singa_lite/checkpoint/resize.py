@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from ..generation import Arrays
+from .rank_arrays import Arrays
 from .streams import PREFIX as STREAMS
 from .streams import resized_streams
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config import state
 from ..errors import CheckpointError, check_bool, check_int
-from ..generation import Arrays, find_generations, make_folder
+from ..generation import find_generations, make_folder
 from ..model import Model
 from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
 from .job import (
@@ -30,6 +30,7 @@ from .job import (
     state_of,
     states_of_trainer,
 )
+from .rank_arrays import Arrays
 from .resize import EXTRA
 from .saving import Saving
 from .together import together

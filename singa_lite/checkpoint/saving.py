@@ -24,7 +24,8 @@ import numpy as np
 from ..comm.base import Communicator
 from ..comm.exit_hooks import exit_hooks
 from ..errors import CheckpointError
-from ..generation import Manifest, rank_file, remove_old, write_arrays, write_manifest
+from ..generation import Manifest, rank_file, remove_old, write_manifest
+from .rank_arrays import write_arrays
 from .together import together
 
 POLL_S = 0.002

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from ..generation import Arrays, digest
+from .rank_arrays import Arrays, digest
 
 PREFIX = "random/"
 # normals: the second of a pair that numpy and Python keep for the next call

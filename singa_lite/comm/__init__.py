@@ -9,23 +9,28 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from .base import Communicator
-from .p2p import Messenger
+if TYPE_CHECKING:
+    from .base import Communicator
+    from .p2p import Messenger
 
-Contract = TypeVar("Contract", Communicator, Messenger)
+Contract = TypeVar("Contract", "Communicator", "Messenger")
 
 
 @cache
 def find_transports() -> Mapping[str, type[Communicator]]:
     """Return every word of ``World.transport`` and the class that it chooses; the folder is read once."""
+    from .base import Communicator
+
     return _find(Communicator)  # type: ignore[type-abstract]
 
 
 @cache
 def find_messengers() -> Mapping[str, type[Messenger]]:
     """Return every word of ``Job.transport`` and the class that it chooses; the folder is read once."""
+    from .p2p import Messenger
+
     return _find(Messenger)  # type: ignore[type-abstract]
 
 

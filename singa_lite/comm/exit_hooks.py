@@ -21,7 +21,7 @@ from ..config import state
 from ..errors import CommError
 from .dispatch import DispatchCommunicator
 from .error_stream import tell
-from .link import LinkCommunicator
+from .link_communicator import LinkCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
 from .p2p import Messenger

@@ -22,11 +22,11 @@ from typing import Any
 
 from ..errors import CommError, OptionError, check_int
 from .inspect_job import reports_at_sigquit
+from .job import threads_per_rank
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
 from .progress import VARIABLE
 from .reaper import Reaper, die_with_launcher, kill_groups, remove_segments
-from .rendezvous import threads_per_rank
 from .supervise import DRAIN_S, RunningJob, noted_signals
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of messages between the workers and the servers of a job.
 
-What lives here: who is in the job, checks of what is sent, counting, the texts of errors. What does not: moving bytes
-(p2p_local.py, p2p_shm.py, p2p_mpi.py), finding the job (rendezvous.py), what a message means.
+What lives here: checks of what is sent, counting, the texts of errors. What does not: moving bytes
+(p2p_local.py, p2p_shm.py, p2p_mpi.py), who is in the job (job.py), what a message means.
 """
 
 from __future__ import annotations
@@ -25,57 +25,10 @@ from ..graph.recorder import break_graph
 from ..graph.rounded import note_written
 from .base import DTYPES, TIMEOUT_S
 from .error_stream import sendable
+from .job import Job
 from .work import Array, Work
 
 MAX_HEAD_BYTES = 1 << 20  # a header holds names and numbers, one line for each of some thousand parameters
-
-
-@dataclass(frozen=True)
-class Job:
-    """One process of a job of workers and servers: its rank, and how many there are of each.
-
-    The workers have the ranks 0 .. num_workers-1 in the job, which are those of their world too; the servers follow.
-
-    Attributes:
-        rank: 0 <= rank < size.
-        num_workers: >= 1.
-        num_servers: >= 0.
-        rendezvous_id: random name shared by all processes of a "shm" job, else "".
-        transport: that of the Messenger to join it with (``comm.find_messengers``): "local", "shm" (one host), "mpi".
-    """
-
-    rank: int = 0
-    num_workers: int = 1
-    num_servers: int = 0
-    rendezvous_id: str = ""
-    transport: str = "local"
-
-    @property
-    def size(self) -> int:
-        return self.num_workers + self.num_servers
-
-    @property
-    def is_server(self) -> bool:
-        return self.rank >= self.num_workers
-
-    @property
-    def peers(self) -> range:
-        """Ranks of those that this process exchanges messages with: the servers, or the workers."""
-        return range(self.num_workers) if self.is_server else range(self.num_workers, self.size)
-
-    def name_of(self, rank: int) -> str:
-        """Return "worker 1" or "server 0"."""
-        return f"worker {rank}" if rank < self.num_workers else f"server {rank - self.num_workers}"
-
-    def names_of(self, ranks: Sequence[int]) -> str:
-        """Return "worker 0, 1" or "server 0, 1" for ranks of one role; likewise one after the other."""
-        names: list[str] = []
-        word = ""
-        for rank in ranks:
-            its_word, _, number = self.name_of(rank).partition(" ")
-            names.append(number if its_word == word else f"{its_word} {number}")
-            word = its_word
-        return ", ".join(names)
 
 
 @dataclass

@@ -12,7 +12,8 @@ import time
 from collections import deque
 
 from .base import TIMEOUT_S
-from .p2p import Arrival, Job, Messenger, SendWork
+from .job import Job
+from .p2p import Arrival, Messenger, SendWork
 from .work import Array
 
 

@@ -20,9 +20,10 @@ import numpy as np
 
 from ..errors import CommError
 from .base import TIMEOUT_S
+from .job import Job
 from .mpi_job import load_mpi, within
 from .mpi_pauses import Pauses
-from .p2p import Arrival, Job, Messenger, SendWork, new_arrays
+from .p2p import Arrival, Messenger, SendWork, new_arrays
 from .work import Array
 
 PIECE_BYTES = 64 << 20  # every MPI takes 2**31 - 1; less, as a time-out counts from the last piece

@@ -11,8 +11,9 @@ import weakref
 from typing import Any
 
 from .base import TIMEOUT_S
+from .job import Job
 from .lost_ranks import lost_rank
-from .p2p import Arrival, Job, Messenger, SendWork
+from .p2p import Arrival, Messenger, SendWork
 from .shm import load_native
 from .work import Array
 

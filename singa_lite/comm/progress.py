@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import env
-from .rendezvous import launched_job
+from .job import launched_job
 
 NUMBER = struct.Struct("<q")
 RECORD = struct.Struct("<qqqq")

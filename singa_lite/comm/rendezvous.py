@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the world and the job this process belongs to, and make its one communicator and its one messenger.
 
-What lives here: reading what launched the process (explicit arguments, our launcher, MPI, Slurm), who is a worker and
-who a server, the choice of a transport, sharing the cores. What does not: starting processes (launch.py), leaving the
-world when the process ends (exit_hooks.py), moving data (one file for each transport).
+What lives here: worlds given by arguments, the choice of a transport, joining, sharing the cores. What does not: what
+the environment says of the job (job.py), starting processes (launch.py), leaving the world when the process ends
+(exit_hooks.py), moving data (one file for each transport).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -22,27 +21,15 @@ from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
 from .exit_hooks import exit_hooks
 from .flight_signals import report_at_sigquit
-from .link import LinkCommunicator, check_emulated, link_of_process
+from .job import Job, launcher_and_job, threads_per_rank
+from .link import check_emulated, link_of_process
+from .link_communicator import LinkCommunicator
 from .local import LocalCommunicator
 from .lost_ranks import forget_members, list_member
 from .mpi_job import MpiJob, mpi_world, start_mpi
-from .p2p import Job, Messenger
+from .p2p import Messenger
 from .parent import end_with_parent, parent_process
 from .trace_file import start_trace
-
-# What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
-# Slurm: a real srun step sets SLURM_STEP_NUM_TASKS; a mere batch allocation does not.
-LAUNCHERS = {
-    "MPICH or Intel MPI (mpiexec)": ("PMI_SIZE", "PMI_RANK"),
-    "Open MPI (mpirun)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "MVAPICH (mpirun)": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    "Slurm (srun)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-}
-# `singa-lite run` sets all of them
-OWN_VARIABLES = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
-SIZES = (OWN_VARIABLES[-1], *(size for size, _ in LAUNCHERS.values()))
-# those by which this process was one of several when it imported the package
-AT_START = tuple(name for name in SIZES if os.environ.get(name, "") not in ("", "1"))
 
 
 class NcclIdHolder:
@@ -108,7 +95,7 @@ def find_world(
     """
     if any(given is not None for given in (rendezvous_id, local_rank, world_size)):
         return _explicit_world(rendezvous_id, local_rank, world_size)
-    launcher, job = _launcher_and_job()
+    launcher, job = launcher_and_job()
     if job.is_server:
         if job.transport == "mpi":  # this error ends a job whose other processes wait in MPI_Init
             _mpi_job(job.rank, job.size, timeout_s)
@@ -117,7 +104,7 @@ def find_world(
             f"has no rank in the world of the {job.num_workers} workers; let workers alone train"
         )
     if job.transport == "mpi" and job.num_workers > 1:
-        return _mpi_world(launcher, job.rank, job.size, timeout_s)
+        return mpi_world(launcher, _mpi_job(job.rank, job.size, timeout_s), job.num_workers)
     if not job.rendezvous_id:
         return World()
     return _shm_world(job.rendezvous_id, job.rank, job.num_workers)
@@ -134,40 +121,10 @@ def find_job(timeout_s: float = TIMEOUT_S) -> Job:
     Raises:
         CommError: the environment contradicts itself, leaves no worker, or names an MPI job that mpi4py cannot join.
     """
-    launcher, job = _launcher_and_job()
+    launcher, job = launcher_and_job()
     if job.transport == "mpi":
         start_mpi(launcher, _mpi_job(job.rank, job.size, timeout_s))
     return job
-
-
-def launched_job() -> Job:
-    """Return the Job of this process without joining it; CommError as ``find_job``."""
-    return _launcher_and_job()[1]
-
-
-def _launcher_and_job() -> tuple[str, Job]:
-    """Return what launched this process, "" for `singa-lite run` and for nothing, and its Job."""
-    values = {name: config.env(name) for name in OWN_VARIABLES}
-    if any(values.values()):
-        for name, value in values.items():
-            if value is None:
-                raise CommError(f"find_world: {name} is not set; start the script with `singa-lite run`")
-        rank, size = _rank_and_size(*OWN_VARIABLES[1:])
-        if config.env("SINGA_LITE_LAUNCHER_PID") not in (None, str(os.getppid())):
-            raise CommError(
-                f"find_world: process {os.getpid()} is not rank {rank} of {size} but was started by it; let that "
-                "process communicate, or give this one a world of its own (world_size=1, or a NcclIdHolder)"
-            )
-        return "", _job(rank, size, str(values["SINGA_LITE_RENDEZVOUS_ID"]), "shm")
-    for launcher, (size_name, rank_name) in LAUNCHERS.items():
-        if os.environ.get(size_name):
-            return launcher, _job(*_rank_and_size(rank_name, size_name), "", "mpi")
-    if AT_START:  # each process would train alone
-        raise CommError(
-            f"find_world: {AT_START[0]} was set when this process started and is not now; leave the launcher's "
-            "variables in the environment, or give this process a world of its own (world_size=1, or a NcclIdHolder)"
-        )
-    return "", _job(0, 1, "", "")
 
 
 def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
@@ -313,12 +270,6 @@ def share_cores(local_size: int, num_servers: int = 0, is_server: bool = False) 
         threadpoolctl.threadpool_limits(limits=limit)
 
 
-def threads_per_rank(local_size: int, num_servers: int = 0) -> int:
-    """Threads for one of ``local_size`` ranks that share the cores this process may run on, but for one a server."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, (cores - num_servers) // local_size)
-
-
 def _forget_in(pid: int, rendezvous_id: str) -> None:
     if os.getpid() == pid:  # not in a forked copy
         forget_members(rendezvous_id)
@@ -328,30 +279,6 @@ def _mpi_job(rank: int, size: int, timeout_s: float) -> MpiJob:
     hooks = exit_hooks()
     hooks.mpi_job = hooks.mpi_job or MpiJob(rank, size, timeout_s)
     return hooks.mpi_job
-
-
-def _mpi_world(launcher: str, rank: int, size: int, timeout_s: float) -> World:
-    return mpi_world(launcher, _mpi_job(rank, size, timeout_s), size - _num_servers(size))
-
-
-def _job(rank: int, size: int, rendezvous_id: str, transport: str) -> Job:
-    num_servers = _num_servers(size)
-    return Job(rank, size - num_servers, num_servers, rendezvous_id, transport if size > 1 else "local")
-
-
-def _num_servers(size: int) -> int:
-    """How many of the ``size`` processes of this job are servers."""
-    text = config.env("SINGA_LITE_NUM_SERVERS", "0")
-    if not re.fullmatch(r"[0-9]+", str(text)):
-        raise CommError(
-            f"find_job: SINGA_LITE_NUM_SERVERS={text!r} in the environment is not a whole number >= 0"
-        )
-    if int(str(text)) >= size:
-        raise CommError(
-            f"find_job: SINGA_LITE_NUM_SERVERS={text} leaves no worker among the {size} processes of this job; start "
-            "more, or unset it"
-        )
-    return int(str(text))
 
 
 def _explicit_world(rendezvous_id: str | None, local_rank: int | None, world_size: int | None) -> World:
@@ -374,23 +301,6 @@ def _shm_world(rendezvous_id: str, rank: int, size: int) -> World:
             f"find_world: rendezvous_id {rendezvous_id!r} must be 1 to 64 letters, digits, '-' or '_'"
         )
     return World(rank, size, rank, size, rendezvous_id, "shm") if size > 1 else World()
-
-
-def _rank_and_size(
-    rank_name: str, size_name: str, environ: Mapping[str, str] = os.environ
-) -> tuple[int, int]:
-    numbers = []
-    for name in (rank_name, size_name):
-        text = environ.get(name, "")
-        if not re.fullmatch(r"[0-9]+", text):
-            raise CommError(f"find_world: {name}={text!r} in the environment is not a whole number >= 0")
-        numbers.append(int(text))
-    rank, size = numbers
-    if not rank < size:
-        raise CommError(
-            f"find_world: {rank_name}={rank} in the environment must be less than {size_name}={size}"
-        )
-    return rank, size
 
 
 def _timeout(timeout_s: float | None) -> float:

@@ -15,8 +15,9 @@ from typing import Any
 from .. import config
 from ..comm.base import World
 from ..comm.exit_hooks import exit_hooks
+from ..comm.job import launched_job
 from ..comm.local import LocalCommunicator
-from ..comm.rendezvous import launched_job, process_communicator, process_messenger
+from ..comm.rendezvous import process_communicator, process_messenger
 from ..errors import CommError, OptionError, check_choice, check_int, check_number
 from .base import KVStoreBase
 from .dist import BIG_ARRAY, DistStore

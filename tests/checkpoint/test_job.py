@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import singa_lite.checkpoint.rank_arrays as rank_arrays
 import singa_lite.checkpoint.saving as saving
 from singa_lite import autograd, checkpoint, generation, opt
 from singa_lite.comm.base import Communicator, World
@@ -96,7 +97,11 @@ def saved(communicator: Communicator, folder: str, steps: int = 3) -> Net:
 def arrays_of_files(communicator: Communicator, folder: str) -> list[list[str]]:
     saved(communicator, folder, 1)
     [newest], _ = generation.find_generations(folder)
-    each = [generation.read_shared(newest), generation.read_rank(newest, 0), generation.read_rank(newest, 1)]
+    each = [
+        rank_arrays.read_shared(newest),
+        rank_arrays.read_rank(newest, 0),
+        rank_arrays.read_rank(newest, 1),
+    ]
     sizes = [sum(each[0][name].nbytes for name in part) for part in newest.manifest.shared]
     assert min(sizes) > 500
     return [sorted(arrays) for arrays in each]
@@ -140,7 +145,7 @@ def failing_save(communicator: Communicator, folder: str, fault: str) -> tuple[s
     net = saved(communicator, folder, 1)
     net(*batch(1, communicator.rank))
     last, error = communicator.rank == communicator.size - 1, "none"
-    write = generation.write_arrays
+    write = rank_arrays.write_arrays
     if fault == "disk" and last:
 
         def full(path: Path, arrays: Any) -> Any:
@@ -267,7 +272,8 @@ def unreadable(
 ) -> tuple[str, list[str], int]:
     """The error where rank 1, or rank 0 a manifest, cannot read once; what is there then, and what loads after it."""
     saved(communicator, folder, 2)
-    net, real, calls = compiled(communicator, "sparseTopK:0.05", False), getattr(generation, module), []
+    holder = rank_arrays if module == "_part_of" else generation
+    net, real, calls = compiled(communicator, "sparseTopK:0.05", False), getattr(holder, module), []
 
     def failing(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -275,7 +281,7 @@ def unreadable(
             raise error
         return real(*arguments)
 
-    with mock.patch.object(generation, module, failing):
+    with mock.patch.object(holder, module, failing):
         try:
             checkpoint.load_job(folder, net)
             text = ""
@@ -416,6 +422,7 @@ def loaded_behind_a_save(communicator: Communicator, folder: str) -> list[int]:
 LAST_SAVE = """
 import sys
 import numpy as np
+import singa_lite.checkpoint.rank_arrays as rank_arrays
 import singa_lite.checkpoint.saving as saving
 from singa_lite import checkpoint, layer, opt
 from singa_lite.comm.rendezvous import process_communicator
@@ -451,6 +458,7 @@ def test_a_process_that_ends_with_a_save_that_fails_ends_with_1(tmp_path: Path, 
 
 LAST_SAVE_OF_MULTIPROCESSING = """
 import multiprocessing, sys
+import singa_lite.checkpoint.rank_arrays as rank_arrays
 import singa_lite.checkpoint.saving as saving
 from singa_lite import checkpoint
 from singa_lite.comm.base import World
@@ -497,6 +505,7 @@ def test_the_last_save_of_a_forked_process_of_multiprocessing_is_written_and_its
 
 LOSES_A_RANK = """
 import atexit, os, signal, sys, time
+import singa_lite.checkpoint.rank_arrays as rank_arrays
 import singa_lite.checkpoint.saving as saving
 from singa_lite import checkpoint
 from singa_lite.comm.rendezvous import process_communicator

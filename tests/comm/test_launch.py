@@ -22,9 +22,9 @@ import pytest
 from singa_lite import cli, info_command
 from singa_lite.backend.cpu.bfloat16 import describe
 from singa_lite.comm import launch
+from singa_lite.comm.job import threads_per_rank
 from singa_lite.comm.output import RankOutput, Sink
 from singa_lite.comm.process_names import rank_names
-from singa_lite.comm.rendezvous import threads_per_rank
 from singa_lite.errors import OptionError
 from tests.comm.processes import (
     PATIENT,

@@ -21,7 +21,7 @@ from singa_lite import cli
 from singa_lite.comm import launch_hosts, rank_wrapper
 from singa_lite.comm.copy_folder import FolderCopy
 from singa_lite.comm.hosts import Host, place, read_hosts
-from singa_lite.comm.rendezvous import threads_per_rank
+from singa_lite.comm.job import threads_per_rank
 from singa_lite.errors import CommError, OptionError
 from tests.comm.hosts import names_missing, write_agent
 from tests.comm.processes import (

@@ -17,9 +17,10 @@ import pytest
 
 from singa_lite import cli
 from singa_lite.comm.base import Communicator, World
-from singa_lite.comm.link import Line, Link, LinkCommunicator, num_hops, parse_link
+from singa_lite.comm.job import Job
+from singa_lite.comm.link import Link, parse_link
+from singa_lite.comm.link_communicator import Line, LinkCommunicator, num_hops
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.comm.p2p import Job
 from singa_lite.comm.rendezvous import connect, connect_messenger
 from singa_lite.errors import CommError, DTypeError, OptionError
 from tests.comm.processes import launch_command, run_command, write_script

@@ -22,7 +22,8 @@ import pytest
 
 from singa_lite.comm import find_messengers, p2p_mpi
 from singa_lite.comm.base import DTYPES, Communicator
-from singa_lite.comm.p2p import Job, Message, Messenger
+from singa_lite.comm.job import Job
+from singa_lite.comm.p2p import Message, Messenger
 from singa_lite.comm.p2p_local import local_messengers
 from singa_lite.errors import CommError, DTypeError, OptionError, ShapeError
 from tests.limits import LIMIT_S

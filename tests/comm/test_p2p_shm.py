@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from singa_lite.comm.base import World
-from singa_lite.comm.p2p import Job, Message, Messenger
+from singa_lite.comm.job import Job
+from singa_lite.comm.p2p import Message, Messenger
 from singa_lite.comm.p2p_shm import ShmMessenger
 from singa_lite.errors import CommError
 from tests.limits import LIMIT_S

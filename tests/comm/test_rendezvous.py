@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 from singa_lite import config
-from singa_lite.comm import rendezvous
+from singa_lite.comm import job, rendezvous
 from singa_lite.comm.base import World
+from singa_lite.comm.job import threads_per_rank
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.rendezvous import (
     NcclIdHolder,
     connect,
     find_world,
     process_communicator,
-    threads_per_rank,
 )
 from singa_lite.errors import CommError, OptionError
 from tests.comm.processes import WORLD, run_command
@@ -34,7 +34,7 @@ def alone(monkeypatch):
     for name in list(os.environ):
         if WORLD.match(name):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(rendezvous, "AT_START", ())
+    monkeypatch.setattr(job, "AT_START", ())
     monkeypatch.setattr(config, "state", config.State())
     # the hooks would stay when the test has ended
     monkeypatch.setattr(rendezvous, "exit_hooks", lambda: pytest.fail("no test here joins others"))
@@ -132,10 +132,9 @@ TASKS = [
 def test_several_mpi_or_slurm_tasks_are_an_mpi_world(monkeypatch, names):
     for name, value in zip(names, ("3", "2"), strict=True):
         monkeypatch.setenv(name, value)
-    asked = []
-    monkeypatch.setattr(rendezvous, "_mpi_world", lambda *arguments: asked.append(arguments))
-    find_world(timeout_s=7)
-    assert [arguments[1:] for arguments in asked] == [(2, 3, 7)]
+    monkeypatch.setattr(rendezvous, "_mpi_job", lambda *arguments: arguments)
+    monkeypatch.setattr(rendezvous, "mpi_world", lambda launcher, mpi_job, size: (mpi_job, size))
+    assert find_world(timeout_s=7) == ((2, 3, 7), 3)
 
 
 @pytest.mark.parametrize("names", TASKS)

@@ -15,8 +15,8 @@ import pytest
 from singa_lite import cli
 from singa_lite.comm import restart
 from singa_lite.comm.hosts import Host, without_slot
+from singa_lite.comm.job import threads_per_rank
 from singa_lite.comm.launch import CannotStart, Round
-from singa_lite.comm.rendezvous import threads_per_rank
 from singa_lite.comm.restart import RestartOptions, check_restart, run_rounds
 from singa_lite.errors import CommError, OptionError
 from singa_lite.generation import FORMAT, Manifest, write_manifest

@@ -16,7 +16,7 @@ import singa_lite
 from singa_lite import config
 from singa_lite.comm import rendezvous
 from singa_lite.comm.base import World
-from singa_lite.comm.p2p import Job
+from singa_lite.comm.job import LAUNCHERS, Job, threads_per_rank
 from singa_lite.comm.rendezvous import connect_messenger, find_job, find_world, process_messenger
 from singa_lite.errors import CommError
 from tests.comm.processes import WORLD, assert_nothing_left, at_once, run_command, write_script
@@ -74,7 +74,7 @@ def test_a_world_given_by_hand_has_no_servers(monkeypatch):
     assert find_world("other", 1, 2) == World(1, 2, 1, 2, "other", "shm")
 
 
-@pytest.mark.parametrize("names", rendezvous.LAUNCHERS.values())
+@pytest.mark.parametrize("names", LAUNCHERS.values())
 def test_servers_of_an_mpi_job_are_refused_the_world_before_mpi_starts(monkeypatch, names):
     for name, value in zip((*names, "SINGA_LITE_NUM_SERVERS"), ("3", "2", "1"), strict=True):
         monkeypatch.setenv(name, value)
@@ -122,7 +122,7 @@ def test_servers_take_a_core_each_and_workers_share_the_others(
     monkeypatch, cores, workers, servers, expected
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
-    assert rendezvous.threads_per_rank(workers, servers) == expected
+    assert threads_per_rank(workers, servers) == expected
 
 
 def test_nothing_of_comm_imports_pickle():

@@ -20,7 +20,8 @@ import pytest
 from singa_lite import autograd
 from singa_lite.comm import find_messengers
 from singa_lite.comm.base import Communicator
-from singa_lite.comm.p2p import Job, Messenger
+from singa_lite.comm.job import Job
+from singa_lite.comm.p2p import Messenger
 from singa_lite.errors import CommError
 from singa_lite.kvstore.dist import DistStore
 from singa_lite.kvstore.replica import ReplicaStore

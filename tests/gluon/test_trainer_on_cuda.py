@@ -12,7 +12,7 @@ import pytest
 from singa_lite import gluon, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.dispatch import DispatchCommunicator
-from singa_lite.comm.p2p import Job
+from singa_lite.comm.job import Job
 from singa_lite.comm.p2p_shm import ShmMessenger
 from singa_lite.device import Device, get_default_device
 from singa_lite.kvstore.dist import DistStore

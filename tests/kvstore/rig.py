@@ -18,8 +18,9 @@ import pytest
 
 from singa_lite.comm import find_messengers, find_transports
 from singa_lite.comm.base import Communicator, World
+from singa_lite.comm.job import Job
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.comm.p2p import Job, Messenger
+from singa_lite.comm.p2p import Messenger
 from singa_lite.errors import CommError
 from singa_lite.kvstore import KVStore
 from singa_lite.kvstore.dist import DistStore

@@ -14,7 +14,7 @@ import pytest
 
 import singa_lite
 from singa_lite import config, kvstore
-from singa_lite.comm import rendezvous
+from singa_lite.comm import job
 from singa_lite.errors import CommError, OptionError
 from singa_lite.kvstore.calls import Spec
 from singa_lite.kvstore.create import ASYNC_NAMES, SYNC_NAMES, serve
@@ -32,7 +32,7 @@ def alone(monkeypatch):
     for name in list(os.environ):
         if WORLD.match(name):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(rendezvous, "AT_START", ())
+    monkeypatch.setattr(job, "AT_START", ())
     monkeypatch.setattr(config, "state", config.State(default_device=config.state.default_device))
 
 

@@ -36,7 +36,7 @@ import os, signal, sys, time
 from pathlib import Path
 import numpy as np
 from singa_lite import kvstore, opt
-from singa_lite.comm.rendezvous import launched_job
+from singa_lite.comm.job import launched_job
 from singa_lite.errors import CommError, OptionError
 
 folder, job = Path(__file__).parent, launched_job()

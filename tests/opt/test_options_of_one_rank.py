@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.comm.link import Link, LinkCommunicator
+from singa_lite.comm.link import Link
+from singa_lite.comm.link_communicator import LinkCommunicator
 from singa_lite.errors import CommError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.limits import LIMIT_S

@@ -11,7 +11,8 @@ import pytest
 
 from singa_lite import layer, model, opt
 from singa_lite.comm.base import World
-from singa_lite.comm.link import LinkCommunicator, parse_link
+from singa_lite.comm.link import parse_link
+from singa_lite.comm.link_communicator import LinkCommunicator
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.graph import clock
 from singa_lite.tensor import from_numpy

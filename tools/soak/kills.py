@@ -25,7 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from singa_lite.generation import find_generations, read_rank, read_shared
+from singa_lite.checkpoint.rank_arrays import read_rank, read_shared
+from singa_lite.generation import find_generations
 from tests.checkpoint.job_net import OPTIONS
 
 SCRIPT = Path(__file__).with_name("train.py")

@@ -15,13 +15,14 @@ import numpy as np
 
 from singa_lite import checkpoint, gluon, kvstore, opt
 from singa_lite.checkpoint import contents, job
+from singa_lite.checkpoint.rank_arrays import write_arrays
 from singa_lite.checkpoint.streams import restore_streams, streams
 from singa_lite.comm import launch, restart
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler
 from singa_lite.files import HASH, sealed
-from singa_lite.generation import find_generations, rank_file, write_arrays, write_manifest
+from singa_lite.generation import find_generations, rank_file, write_manifest
 from singa_lite.tensor import Tensor
 from tests.checkpoint.job_net import Net, compiled, train
 from tools.soak.file_readers.reader import Read, all_or_nothing, hash_of

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job that this process was started in, as its environment says.
+
+What lives here: reading the variables of our launcher, MPI and Slurm, who is a worker and who a server, and how many
+threads each gets. What does not: joining the job or its world (rendezvous.py), starting processes (launch.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..config import env
+from ..errors import CommError
+
+# What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
+# Slurm: a real srun step sets SLURM_STEP_NUM_TASKS; a mere batch allocation does not.
+LAUNCHERS = {
+    "MPICH or Intel MPI (mpiexec)": ("PMI_SIZE", "PMI_RANK"),
+    "Open MPI (mpirun)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MVAPICH (mpirun)": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    "Slurm (srun)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+}
+# `singa-lite run` sets all of them
+OWN_VARIABLES = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
+SIZES = (OWN_VARIABLES[-1], *(size for size, _ in LAUNCHERS.values()))
+# those by which this process was one of several when it imported the package
+AT_START = tuple(name for name in SIZES if os.environ.get(name, "") not in ("", "1"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process of a job of workers and servers: its rank, and how many there are of each.
+
+    The workers have the ranks 0 .. num_workers-1 in the job, which are those of their world too; the servers follow.
+
+    Attributes:
+        rank: 0 <= rank < size.
+        num_workers: >= 1.
+        num_servers: >= 0.
+        rendezvous_id: random name shared by all processes of a "shm" job, else "".
+        transport: that of the Messenger to join it with (``comm.find_messengers``): "local", "shm" (one host), "mpi".
+    """
+
+    rank: int = 0
+    num_workers: int = 1
+    num_servers: int = 0
+    rendezvous_id: str = ""
+    transport: str = "local"
+
+    @property
+    def size(self) -> int:
+        return self.num_workers + self.num_servers
+
+    @property
+    def is_server(self) -> bool:
+        return self.rank >= self.num_workers
+
+    @property
+    def peers(self) -> range:
+        """Ranks of those that this process exchanges messages with: the servers, or the workers."""
+        return range(self.num_workers) if self.is_server else range(self.num_workers, self.size)
+
+    def name_of(self, rank: int) -> str:
+        """Return "worker 1" or "server 0"."""
+        return f"worker {rank}" if rank < self.num_workers else f"server {rank - self.num_workers}"
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """Return "worker 0, 1" or "server 0, 1" for ranks of one role; likewise one after the other."""
+        names: list[str] = []
+        word = ""
+        for rank in ranks:
+            its_word, _, number = self.name_of(rank).partition(" ")
+            names.append(number if its_word == word else f"{its_word} {number}")
+            word = its_word
+        return ", ".join(names)
+
+
+def launched_job() -> Job:
+    """Return the Job of this process without joining it; CommError as ``find_job``."""
+    return launcher_and_job()[1]
+
+
+def launcher_and_job() -> tuple[str, Job]:
+    """Return what launched this process, "" for `singa-lite run` and for nothing, and its Job."""
+    values = {name: env(name) for name in OWN_VARIABLES}
+    if any(values.values()):
+        for name, value in values.items():
+            if value is None:
+                raise CommError(f"find_world: {name} is not set; start the script with `singa-lite run`")
+        rank, size = _rank_and_size(*OWN_VARIABLES[1:])
+        if env("SINGA_LITE_LAUNCHER_PID") not in (None, str(os.getppid())):
+            raise CommError(
+                f"find_world: process {os.getpid()} is not rank {rank} of {size} but was started by it; let that "
+                "process communicate, or give this one a world of its own (world_size=1, or a NcclIdHolder)"
+            )
+        return "", _job(rank, size, str(values["SINGA_LITE_RENDEZVOUS_ID"]), "shm")
+    for launcher, (size_name, rank_name) in LAUNCHERS.items():
+        if os.environ.get(size_name):
+            return launcher, _job(*_rank_and_size(rank_name, size_name), "", "mpi")
+    if AT_START:  # each process would train alone
+        raise CommError(
+            f"find_world: {AT_START[0]} was set when this process started and is not now; leave the launcher's "
+            "variables in the environment, or give this process a world of its own (world_size=1, or a NcclIdHolder)"
+        )
+    return "", _job(0, 1, "", "")
+
+
+def threads_per_rank(local_size: int, num_servers: int = 0) -> int:
+    """Threads for one of ``local_size`` ranks that share the cores this process may run on, but for one a server."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, (cores - num_servers) // local_size)
+
+
+def _job(rank: int, size: int, rendezvous_id: str, transport: str) -> Job:
+    num_servers = _num_servers(size)
+    return Job(rank, size - num_servers, num_servers, rendezvous_id, transport if size > 1 else "local")
+
+
+def _num_servers(size: int) -> int:
+    """How many of the ``size`` processes of this job are servers."""
+    text = env("SINGA_LITE_NUM_SERVERS", "0")
+    if not re.fullmatch(r"[0-9]+", str(text)):
+        raise CommError(
+            f"find_job: SINGA_LITE_NUM_SERVERS={text!r} in the environment is not a whole number >= 0"
+        )
+    if int(str(text)) >= size:
+        raise CommError(
+            f"find_job: SINGA_LITE_NUM_SERVERS={text} leaves no worker among the {size} processes of this job; start "
+            "more, or unset it"
+        )
+    return int(str(text))
+
+
+def _rank_and_size(
+    rank_name: str, size_name: str, environ: Mapping[str, str] = os.environ
+) -> tuple[int, int]:
+    numbers = []
+    for name in (rank_name, size_name):
+        text = environ.get(name, "")
+        if not re.fullmatch(r"[0-9]+", text):
+            raise CommError(f"find_world: {name}={text!r} in the environment is not a whole number >= 0")
+        numbers.append(int(text))
+    rank, size = numbers
+    if not rank < size:
+        raise CommError(
+            f"find_world: {rank_name}={rank} in the environment must be less than {size_name}={size}"
+        )
+    return rank, size
