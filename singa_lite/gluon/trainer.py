@@ -5,8 +5,8 @@
     loss.backward()
     trainer.step(batch_size)
 
-What lives here: when gradients are pushed and by what they are scaled. What does not: sums (kvstore/), computing
-gradients (autograd/), updates (opt/).
+What lives here: when gradients are pushed and by what they are scaled. What does not: sums (kvstore/), saving
+states (saved_states.py), computing gradients (autograd/), updates (opt/).
 """
 
 from __future__ import annotations
@@ -22,29 +22,24 @@ import numpy as np
 from .. import kvstore as stores
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import (
-    CheckpointError,
     GraphError,
     OptionError,
     check_bool,
     check_choice,
-    check_int,
     check_number,
 )
 from ..graph.clock import drop_step, lap
 from ..graph.recorder import break_graph
 from ..kvstore.base import KVStoreBase
-from ..kvstore.calls import Key, MessageTraffic, Path
-from ..kvstore.residuals import Array
-from ..kvstore.states import check_residuals
-from ..kvstore.store import KVStore, States
+from ..kvstore.calls import MessageTraffic, Path
+from ..kvstore.store import KVStore
 from ..layer.base import Layer
 from ..opt.base import Optimizer
-from ..opt.checks import MAX_STEPS, check_steps
 from ..tensor import Tensor, to_numpy
 from .arguments import checked_batch_size, optimizer_of, parameters_by_name
+from .saved_states import SavedStates
 from .shared_optimizer import SharedOptimizer
 
-RESIDUAL = "sync/kvstore/"  # as residuals of a DistOpt's schemes are called
 GIVEN = "which gradients are given"  # a key of its own, in a store of the script's
 UNSUMMED = "a hash of the gradient of {}, which allreduce_grads makes equal,"
 
@@ -98,6 +93,9 @@ class Trainer:
         self._optimizer.prepare(self._params, {})
         self._connect(compression_params)
         self._shared = SharedOptimizer(self._optimizer, self._kvstore, self._updates_on_store)
+        self._saved = SavedStates(
+            self._params, self._optimizer, self._kvstore, self._shared, self._updates_on_store, reduction
+        )
         self._begin_measuring()
 
     def __repr__(self) -> str:
@@ -281,11 +279,7 @@ class Trainer:
         model's to save. A schedule is the script's to make again.
         CheckpointError: the file cannot be written.
         """
-        store = self._store_of_states()
-        states = store._get_states if self._updates_on_store else self._own_states
-        steps = self._optimizer.step_counter
-        head = {"optimizer": None, "steps": steps, "lr": self._shared.constant_lr, **self._alike()}
-        store.save_states("save_states", fname, head, states)
+        self._saved.save(fname)
 
     def load_states(self, fname: Path) -> None:
         """Go on from ``save_states``, with as many workers and any number of servers.
@@ -293,20 +287,7 @@ class Trainer:
         Raises:
             CheckpointError: no such file, damaged, or of other parameters, workers or optimizer; nothing has changed.
         """
-        store = self._store_of_states()
-        if self._updates_on_store:
-            head = store.load_states(
-                "load_states", fname, self._alike(), store._get_states, store._set_states, _check_head
-            )
-        else:
-
-            def set_states(states: States) -> None:
-                self._set_own_states(store.broadcast_states(states))
-
-            head = store.load_states(
-                "load_states", fname, self._alike(), self._own_states, set_states, _check_head
-            )
-        self._shared.restore(head["steps"], head.get("lr"))
+        self._saved.load(fname)
 
     def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return what a job checkpoint keeps of this worker; all workers call it, and all have the newest parameters.
@@ -315,21 +296,9 @@ class Trainer:
             "<parameter>:<state>" of the optimizer, on worker 0 alone where the store updates, and "step_counter";
             "sync/kvstore/<parameter>", what compression has lost here; "lr", NaN for a schedule.
         """
-        store = self._kvstore
-        if store is not None and "async" in store.type:
+        if self._kvstore is not None and "async" in self._kvstore.type:
             self.synchronize()
-        if self._updates_on_store:
-            assert store is not None
-            states = {
-                f"{name}:{state}": a for name, each in store.get_states().items() for state, a in each.items()
-            }
-        else:
-            states = self._optimizer.get_states()
-        states["step_counter"] = np.array(self._optimizer.step_counter)
-        for name, lost in self._residuals().items():
-            states[RESIDUAL + str(name)] = lost
-        lr = self._shared.constant_lr
-        return {**states, "lr": np.array(np.nan if lr is None else lr)}
+        return self._saved.get()
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Go on from ``get_states`` and, also on the servers, from worker 0's parameters; all workers call it.
@@ -337,64 +306,7 @@ class Trainer:
         Raises:
             CheckpointError: they are of other parameters, or nothing that ``get_states`` gives; nothing was changed.
         """
-        store = self._kvstore
-        _check_states(states, self._names)
-        lost: dict[Key, Array] = {
-            name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
-        }
-        check_residuals("Trainer: set_states", self._residuals(), lost)
-        known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
-        if self._updates_on_store:
-            assert store is not None
-            found: States = {name: {} for name in self._names}
-            for key in known.keys() - {"step_counter"}:
-                name, _, state = key.rpartition(":")
-                found[name][state] = known[key]
-            store.set_states(found)
-        else:
-            self._optimizer.set_states(known)
-        if store is not None:
-            store.set_residuals(lost)
-            params = list(self._params.values())
-            store.broadcast(self._names, params, out=params)
-        lr = float(states["lr"])
-        self._shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
-
-    def _residuals(self) -> dict[Key, Array]:
-        """Return what compression has lost here of this Trainer's parameters."""
-        lost = {} if self._kvstore is None else self._kvstore.get_residuals()
-        return {name: lost[name] for name in self._names if name in lost}
-
-    def _alike(self) -> dict[str, Any]:
-        """Return what must be the same where the states are loaded."""
-        return {
-            "optimizer_class": type(self._optimizer).__name__,
-            "reduction": self.reduction,
-        }
-
-    def _store_of_states(self) -> KVStore:
-        """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
-        if self._kvstore is not None:
-            return self._kvstore
-        store = stores.create("local", alone=True)
-        assert isinstance(store, KVStore)
-        store.init(self._names, list(self._params.values()))
-        return store
-
-    def _own_states(self) -> States:
-        """Return the states of this worker's optimizer by parameter."""
-        found: States = {name: {} for name in self._names}
-        for key, array in self._optimizer.get_states().items():
-            name, _, state = key.rpartition(":")
-            found[name if name in found else self._names[0]][state if name in found else key] = array
-        return found
-
-    def _set_own_states(self, states: States) -> None:
-        mine = {f"{name}:{state}": array for name, each in states.items() for state, array in each.items()}
-        own = self._optimizer.get_states()
-        self._optimizer.set_states(
-            {key: mine[key if key in mine else f"{self._names[0]}:{key}"] for key in own}
-        )
+        self._saved.set(states)
 
     # ---- parts of a step -----------------------------------------------------------------------------
 
@@ -532,22 +444,6 @@ class Trainer:
             )
 
 
-def _check_head(head: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a file has a step count, and this and the learning rate are numbers."""
-    if "steps" not in head:
-        raise CheckpointError(
-            "Trainer: load_states: the file is of a store's save_optimizer_states; load it by that store's "
-            "load_optimizer_states, or save by Trainer.save_states"
-        )
-    try:
-        if check_int("Trainer: load_states", "steps", head["steps"], 0) > MAX_STEPS:
-            raise OptionError(f"Trainer: load_states: steps = {head['steps']} is more than {MAX_STEPS}")
-        if head.get("lr") is not None:
-            check_number("Trainer: load_states", "lr", head["lr"], 0, LARGEST_FLOAT32)
-    except OptionError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def _hash_of(param: Tensor) -> str:
     return hashlib.blake2b(to_numpy(param).tobytes(), digest_size=8).hexdigest()
 
@@ -558,28 +454,3 @@ def _sum_of_bits(tensor: Tensor) -> int:
     data = (array + array.dtype.type(0)).reshape(-1).view(np.uint8)  # of zeros without sign
     end = data.size // 8 * 8
     return int(data[:end].view(np.uint64).sum()) + int(data[end:].sum())
-
-
-def _check_states(states: object, names: Sequence[str]) -> None:
-    """Raise CheckpointError unless ``states`` are what ``Trainer.get_states`` gives for parameters of these names."""
-    whole = {"step_counter", "lr"}
-    if (
-        not isinstance(states, Mapping)
-        or not all(isinstance(key, str) and isinstance(value, np.ndarray) for key, value in states.items())
-        or not whole <= states.keys()
-        or not all(states[key].shape == () and states[key].dtype.kind in "if" for key in whole)
-    ):
-        raise CheckpointError("Trainer: set_states: expected what get_states gives, arrays by name")
-    check_steps("Trainer: set_states", states["step_counter"])
-    lr = float(states["lr"])
-    if not (np.isnan(lr) or 0 <= lr <= LARGEST_FLOAT32):
-        raise CheckpointError(
-            f"Trainer: set_states: lr must be a number >= 0, or NaN for a schedule, not {lr}"
-        )
-    others = sorted(
-        key
-        for key in states.keys() - whole
-        if (key.removeprefix(RESIDUAL) if key.startswith(RESIDUAL) else key.rpartition(":")[0]) not in names
-    )
-    if others:
-        raise CheckpointError(f"Trainer: set_states: {others} are of no parameter of this Trainer")

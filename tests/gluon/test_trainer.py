@@ -21,7 +21,7 @@ from singa_lite import autograd, gluon, kvstore, layer, model, opt
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, CommError, DTypeError, GraphError, OptionError
-from singa_lite.gluon import trainer as trainer_module
+from singa_lite.gluon.saved_states import check_head
 from singa_lite.kvstore import KVStoreBase
 from singa_lite.kvstore.replica import ReplicaStore
 from singa_lite.tensor import Tensor, to_numpy
@@ -1167,6 +1167,6 @@ def test_states_that_a_store_has_saved_are_refused(tmp_path: Path) -> None:
 def test_a_file_with_an_impossible_rate_or_count_is_refused_before_anything_changes(
     head: dict[str, Any],
 ) -> None:
-    trainer_module._check_head({"lr": 0.1, "steps": 3})
+    check_head({"lr": 0.1, "steps": 3})
     with pytest.raises(CheckpointError, match=r"lr|steps"):
-        trainer_module._check_head({"lr": 0.1, "steps": 3} | head)
+        check_head({"lr": 0.1, "steps": 3} | head)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of a Trainer, in a file of its own or in the checkpoint of a job.
+
+What lives here: which arrays and numbers they are, and their checks. What does not: the file's format
+(kvstore/states.py), the states of one parameter (opt/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import kvstore as stores
+from ..dtypes import LARGEST_FLOAT32
+from ..errors import CheckpointError, OptionError, check_int, check_number
+from ..kvstore.calls import Key, Path
+from ..kvstore.residuals import Array
+from ..kvstore.states import check_residuals
+from ..kvstore.store import KVStore, States
+from ..opt.base import Optimizer
+from ..opt.checks import MAX_STEPS, check_steps
+from ..tensor import Tensor
+from .shared_optimizer import SharedOptimizer
+
+RESIDUAL = "sync/kvstore/"  # as residuals of a DistOpt's schemes are called
+
+
+class SavedStates:
+    """Saves and restores the optimizer's states, wherever it updates, and what compression has lost.
+
+    Args:
+        params: parameters by name.
+        optimizer: theirs; where the store updates, the one that its servers have copies of.
+        kvstore: a store of the package, or None.
+        shared: notes what is restored.
+        updates_on_store: whether the store updates the parameters.
+        reduction: of the Trainer.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        kvstore: KVStore | None,
+        shared: SharedOptimizer,
+        updates_on_store: bool,
+        reduction: str,
+    ) -> None:
+        self._params, self._names = params, list(params)
+        self._optimizer, self._shared = optimizer, shared
+        self._kvstore, self._updates_on_store = kvstore, updates_on_store
+        self._reduction = reduction
+
+    def save(self, fname: Path) -> None:
+        """As ``Trainer.save_states``."""
+        store = self._store_of_states()
+        states = store._get_states if self._updates_on_store else self._own_states
+        steps = self._optimizer.step_counter
+        head = {"optimizer": None, "steps": steps, "lr": self._shared.constant_lr, **self._alike()}
+        store.save_states("save_states", fname, head, states)
+
+    def load(self, fname: Path) -> None:
+        """As ``Trainer.load_states``."""
+        store = self._store_of_states()
+        if self._updates_on_store:
+            head = store.load_states(
+                "load_states", fname, self._alike(), store._get_states, store._set_states, check_head
+            )
+        else:
+
+            def set_states(states: States) -> None:
+                self._set_own_states(store.broadcast_states(states))
+
+            head = store.load_states(
+                "load_states", fname, self._alike(), self._own_states, set_states, check_head
+            )
+        self._shared.restore(head["steps"], head.get("lr"))
+
+    def get(self) -> dict[str, Array]:
+        """As ``Trainer.get_states``."""
+        store = self._kvstore
+        if self._updates_on_store:
+            assert store is not None
+            states = {
+                f"{name}:{state}": a for name, each in store.get_states().items() for state, a in each.items()
+            }
+        else:
+            states = self._optimizer.get_states()
+        states["step_counter"] = np.array(self._optimizer.step_counter)
+        for name, lost in self._residuals().items():
+            states[RESIDUAL + str(name)] = lost
+        lr = self._shared.constant_lr
+        return {**states, "lr": np.array(np.nan if lr is None else lr)}
+
+    def set(self, states: Mapping[str, Array]) -> None:
+        """As ``Trainer.set_states``."""
+        store = self._kvstore
+        _check_states(states, self._names)
+        lost: dict[Key, Array] = {
+            name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
+        }
+        check_residuals("Trainer: set_states", self._residuals(), lost)
+        known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
+        if self._updates_on_store:
+            assert store is not None
+            found: States = {name: {} for name in self._names}
+            for key in known.keys() - {"step_counter"}:
+                name, _, state = key.rpartition(":")
+                found[name][state] = known[key]
+            store.set_states(found)
+        else:
+            self._optimizer.set_states(known)
+        if store is not None:
+            store.set_residuals(lost)
+            params = list(self._params.values())
+            store.broadcast(self._names, params, out=params)
+        lr = float(states["lr"])
+        self._shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
+
+    def _residuals(self) -> dict[Key, Array]:
+        """Return what compression has lost here of these parameters."""
+        lost = {} if self._kvstore is None else self._kvstore.get_residuals()
+        return {name: lost[name] for name in self._names if name in lost}
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what must be the same where the states are loaded."""
+        return {
+            "optimizer_class": type(self._optimizer).__name__,
+            "reduction": self._reduction,
+        }
+
+    def _store_of_states(self) -> KVStore:
+        """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
+        if self._kvstore is not None:
+            return self._kvstore
+        store = stores.create("local", alone=True)
+        assert isinstance(store, KVStore)
+        store.init(self._names, list(self._params.values()))
+        return store
+
+    def _own_states(self) -> States:
+        """Return the states of this worker's optimizer by parameter."""
+        found: States = {name: {} for name in self._names}
+        for key, array in self._optimizer.get_states().items():
+            name, _, state = key.rpartition(":")
+            found[name if name in found else self._names[0]][state if name in found else key] = array
+        return found
+
+    def _set_own_states(self, states: States) -> None:
+        mine = {f"{name}:{state}": array for name, each in states.items() for state, array in each.items()}
+        own = self._optimizer.get_states()
+        self._optimizer.set_states(
+            {key: mine[key if key in mine else f"{self._names[0]}:{key}"] for key in own}
+        )
+
+
+def check_head(head: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a file has a step count, and this and the learning rate are numbers."""
+    if "steps" not in head:
+        raise CheckpointError(
+            "Trainer: load_states: the file is of a store's save_optimizer_states; load it by that store's "
+            "load_optimizer_states, or save by Trainer.save_states"
+        )
+    try:
+        if check_int("Trainer: load_states", "steps", head["steps"], 0) > MAX_STEPS:
+            raise OptionError(f"Trainer: load_states: steps = {head['steps']} is more than {MAX_STEPS}")
+        if head.get("lr") is not None:
+            check_number("Trainer: load_states", "lr", head["lr"], 0, LARGEST_FLOAT32)
+    except OptionError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _check_states(states: object, names: Sequence[str]) -> None:
+    """Raise CheckpointError unless ``states`` are what ``Trainer.get_states`` gives for parameters of these names."""
+    whole = {"step_counter", "lr"}
+    if (
+        not isinstance(states, Mapping)
+        or not all(isinstance(key, str) and isinstance(value, np.ndarray) for key, value in states.items())
+        or not whole <= states.keys()
+        or not all(states[key].shape == () and states[key].dtype.kind in "if" for key in whole)
+    ):
+        raise CheckpointError("Trainer: set_states: expected what get_states gives, arrays by name")
+    check_steps("Trainer: set_states", states["step_counter"])
+    lr = float(states["lr"])
+    if not (np.isnan(lr) or 0 <= lr <= LARGEST_FLOAT32):
+        raise CheckpointError(
+            f"Trainer: set_states: lr must be a number >= 0, or NaN for a schedule, not {lr}"
+        )
+    others = sorted(
+        key
+        for key in states.keys() - whole
+        if (key.removeprefix(RESIDUAL) if key.startswith(RESIDUAL) else key.rpartition(":")[0]) not in names
+    )
+    if others:
+        raise CheckpointError(f"Trainer: set_states: {others} are of no parameter of this Trainer")
