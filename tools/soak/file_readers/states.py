@@ -207,7 +207,7 @@ def make_trainer(folder: Path, number: int) -> None:
 
 
 def trainer_state(trainer: Any) -> object:
-    return hash_of(trainer._own_states()), trainer.learning_rate, trainer._optimizer.step_counter
+    return hash_of(trainer._saved._own_states()), trainer.learning_rate, trainer._optimizer.step_counter
 
 
 def start_trainer() -> Read:
