@@ -14,7 +14,7 @@ from .bench.command import run_command
 from .comm.flight_report import SHOWN_CALLS
 from .comm.inspect_job import inspect_job
 from .errors import OptionError
-from .launch_command import add_run, launch_job
+from .launch.command import add_run, launch_job
 
 BENCHES = (
     "sync: train with several dist_options and compare them; compare: two results of sync; "

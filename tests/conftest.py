@@ -37,7 +37,7 @@ LONGEST_FIRST = (
     *("test_every_op", "test_job", "test_mpi", "test_stopping", "test_contract", "test_sync", "test_restart"),
     *("test_flight_recorder", "test_dist_sync", "test_hierarchical", "test_trainer", "test_failures"),
     *("test_one_file_schemes", "test_examples_cifar", "test_sync_settings", "test_notebook", "test_p2p"),
-    *("test_launch_hosts", "test_steps_by_hand", "test_random_programs", "test_soak", "test_resume"),
+    *("test_several_hosts", "test_steps_by_hand", "test_random_programs", "test_soak", "test_resume"),
 )
 
 try:

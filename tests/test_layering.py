@@ -21,14 +21,14 @@ FACE = "__init__"
 LEVELS = {
     14: {FACE, "__main__"},
     13: {"cli"},
-    12: {"bench", "info_command", "launch_command"},
+    12: {"bench", "info_command"},
     11: {"checkpoint", "communicators", "data", "gluon", "singa_wrap"},
     10: {"model"},
     9: {"kvstore", "record"},
     8: {"layer", "opt"},
     7: {"autograd", "sync", "initializer"},
     6: {"tensor"},
-    5: {"device"},
+    5: {"device", "launch"},
     4: {"backend", "comm"},
     3: {"_native", "generation", "graph", "model_file", "profile"},
     2: {"files"},
@@ -55,7 +55,7 @@ LATE = {
         "info_command",
     },
     "comm": {"comm.base", "comm.p2p"},
-    "launch_command": {"comm.trace_file"},
+    "launch.command": {"comm.trace_file"},
     "model": {"model_file"},
 }
 DATA_SEES = {"errors", "config"}

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.base import KINDS
-from ..comm.launch import LaunchOptions, launch
-from ..comm.launch_hosts import find_mpiexec
 from ..comm.link import EMULATED, link_of_process, parse_link
-from ..comm.reaper import die_with_launcher
 from ..errors import CommError, OptionError, check_int
 from ..files import atomic_file
+from ..launch.one_host import LaunchOptions, launch
+from ..launch.reaper import die_with_launcher
+from ..launch.several_hosts import find_mpiexec
 from ..path_arguments import new_file
 from .collectives import Task
 from .command import check_ranks, markdown_table, rank_command, read_ints, read_list, run_command, say

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..comm.launch import MAX_RANKS
 from ..errors import OptionError, SingaLiteError, check_int
+from ..launch.one_host import MAX_RANKS
 
 # the package of a rank is this one, whatever the current folder holds
 RANK = "import sys; sys.path[:] = {!r}; from singa_lite.bench.{} import main; main(*sys.argv[1:])"

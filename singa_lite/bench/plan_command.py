@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.link import Link, link_of_process, parse_link
-from ..comm.reaper import die_with_launcher
 from ..errors import OptionError, check_int
+from ..launch.reaper import die_with_launcher
 from ..path_arguments import new_file
 from .calibration import Calibration, read_calibration, write_calibration
 from .command import check_ranks, rank_command, read_list

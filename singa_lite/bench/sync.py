@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..comm.launch import LaunchOptions, launch
 from ..comm.link import link_of_process, parse_link
 from ..comm.trace_file import tracing
 from ..data.cache import locked
 from ..errors import OptionError, check_int, check_number
 from ..files import atomic_file
+from ..launch.one_host import LaunchOptions, launch
 from ..path_arguments import folder
 from .command import check_ranks, rank_command, read_ints, read_list, run_command, say
 from .datasets import data_set_of

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..comm.launch import LaunchOptions, launch
 from ..comm.link import Link
 from ..errors import CommError, OptionError
+from ..launch.one_host import LaunchOptions, launch
 from .command import rank_command
 from .cost import Cluster, Network, Transfer
 from .plan import predict

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.base import Communicator
-from ..comm.hosts import this_host
+from ..comm.host import this_host
 from ..errors import CheckpointError
 from ..generation import Generation, Manifest, find_generations
 from ..model import Model

@@ -33,7 +33,7 @@ from ..errors import (
 from ..graph.rounded import note_written
 from .flight_recorder import FlightRecorder
 from .gpu_arrays import address_of, is_cuda_array
-from .hosts import this_host
+from .host import this_host
 from .stop_requests import StopRequests
 from .wire import WIRE_DTYPES
 from .work import Array, FinishedWork, Traffic, Work, WorkList, ring_bytes

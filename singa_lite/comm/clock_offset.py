@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .base import Communicator
-from .hosts import this_host
+from .host import this_host
 
 NUM_ROUNDS = 16
 

@@ -2,7 +2,7 @@
 """The job that this process was started in, as its environment says.
 
 What lives here: reading the variables of our launcher, MPI and Slurm, who is a worker and who a server, and how many
-threads each gets. What does not: joining the job or its world (rendezvous.py), starting processes (launch.py).
+threads each gets. What does not: joining the job or its world (rendezvous.py), starting processes (../launch/).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import CommError, DTypeError
 from .base import Communicator, Operation
 from .gpu_arrays import is_cuda_array
-from .hosts import this_host
+from .host import this_host
 from .link import SECOND_NS, Link
 from .stop_requests import StopRequests
 from .work import Array, Times, Work

@@ -32,7 +32,7 @@ from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
 from .codes import codes_of
 from .error_stream import sendable
 from .flight_recorder import WARN_SHARE, FileRecorder, is_recording, title_of
-from .hosts import this_host
+from .host import this_host
 from .mpi_call import (
     Call,
     asks_to_stop_in,

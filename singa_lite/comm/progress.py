@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the ranks of a job are, as its launcher knows it: a file in which each rank writes its own record.
 
-What lives here: the file, on both sides. What does not: what the launcher makes of it (supervise.py, restart.py),
-who counts steps (stopping.py). rank_wrapper.py, which imports nothing of the package, finds its path in the same
-variable.
+What lives here: the file, on both sides. What does not: what the launcher makes of it (../launch/), who counts steps
+(stopping.py). ../launch/rank_wrapper.py, which imports nothing of the package, finds its path in the same variable.
 
 A record is four 64-bit integers: 1 + the step that the rank has reached, 0 before its first; 1 if it takes signals as
 requests to stop; and what rank_wrapper.py writes when it fails: its exit code, negative for a signal, and how far that

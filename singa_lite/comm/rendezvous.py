@@ -2,7 +2,7 @@
 """Find the world and the job this process belongs to, and make its one communicator and its one messenger.
 
 What lives here: worlds given by arguments, the choice of a transport, joining, sharing the cores. What does not: what
-the environment says of the job (job.py), starting processes (launch.py), leaving the world when the process ends
+the environment says of the job (job.py), starting processes (../launch/), leaving the world when the process ends
 (exit_hooks.py), moving data (one file for each transport).
 """
 

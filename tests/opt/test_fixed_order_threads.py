@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from singa_lite.comm.rank_wrapper import environ_of
 from singa_lite.device import get_num_threads, set_num_threads
 from singa_lite.errors import CheckpointError, CommError
+from singa_lite.launch.rank_wrapper import environ_of
 from singa_lite.opt.fixed_order import check_threads
 from tests.comm.processes import launch_command, run_command, write_script
 from tests.opt.test_fixed_order import made

@@ -42,6 +42,6 @@ READERS = (
     ),
     Reader("progress", "comm/progress.py", "", "numbers", text.make_progress, text.start_progress),
     Reader("flight record", "comm/flight_record.py", "", "calls", text.make_flight, text.start_flight),
-    Reader("hosts", "comm/hosts.py", "", "names", text.make_hosts, text.start_hosts),
+    Reader("hosts", "launch/hosts.py", "", "names", text.make_hosts, text.start_hosts),
     Reader("members", "comm/lost_ranks.py", "", "numbers", text.make_members, text.start_members),
 )

@@ -17,12 +17,12 @@ from singa_lite import checkpoint, gluon, kvstore, opt
 from singa_lite.checkpoint import contents, job
 from singa_lite.checkpoint.rank_arrays import write_arrays
 from singa_lite.checkpoint.streams import restore_streams, streams
-from singa_lite.comm import launch, restart
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler
 from singa_lite.files import HASH, sealed
 from singa_lite.generation import find_generations, rank_file, write_manifest
+from singa_lite.launch import one_host, restart
 from singa_lite.tensor import Tensor
 from tests.checkpoint.job_net import Net, compiled, train
 from tools.soak.file_readers.reader import Read, all_or_nothing, hash_of
@@ -150,7 +150,7 @@ def start_launcher() -> Read:
 
     Its id is a random one of each save.
     """
-    ended = launch.Round(1, 0, "exit code 1", [7, None], 0.0, 1.0)
+    ended = one_host.Round(1, 0, "exit code 1", [7, None], 0.0, 1.0)
 
     def read(folder: Path) -> object:
         found, _ = find_generations(folder)

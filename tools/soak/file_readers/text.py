@@ -17,11 +17,12 @@ import numpy as np
 from singa_lite import _native
 from singa_lite.bench import calibration, compare, plan, report, runs
 from singa_lite.bench.cost import Cluster, Network
-from singa_lite.comm import flight_record, flight_report, hosts, lost_ranks, progress, trace_file
+from singa_lite.comm import flight_record, flight_report, lost_ranks, progress, trace_file
 from singa_lite.comm.base import World
 from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.graph.clock import Span, Waited
 from singa_lite.graph.trace import SUFFIX, TraceWriter
+from singa_lite.launch import hosts
 from tests.bench.test_compare import result, write
 from tools.soak.file_readers.reader import Read, Refused
 

@@ -21,11 +21,11 @@ import pytest
 
 from singa_lite import cli, info_command
 from singa_lite.backend.cpu.bfloat16 import describe
-from singa_lite.comm import launch
 from singa_lite.comm.job import threads_per_rank
-from singa_lite.comm.output import RankOutput, Sink
-from singa_lite.comm.process_names import rank_names
 from singa_lite.errors import OptionError
+from singa_lite.launch import one_host, supervise
+from singa_lite.launch.output import RankOutput, Sink
+from singa_lite.launch.process_names import rank_names
 from tests.comm.processes import (
     PATIENT,
     assert_nothing_left,
@@ -66,6 +66,12 @@ def shared_files(folder: Path) -> list[Path]:
 
 
 # ---- output ------------------------------------------------------------------------------------------
+
+
+def test_a_patient_launcher_sets_limits_that_there_are():
+    modules = {"info_command": info_command, "one_host": one_host, "supervise": supervise}
+    limits = re.findall(r"(\w+)\.(\w+) = ", PATIENT)
+    assert len(limits) == 4 and all(hasattr(modules[module], name) for module, name in limits)
 
 
 def test_every_line_stays_whole_and_carries_its_rank(tmp_path):
@@ -300,12 +306,12 @@ def test_a_process_with_a_wrong_command_line_ends_with_2():
 )
 def test_launch_refuses_wrong_arguments(arguments, message):
     with pytest.raises(OptionError, match=message):
-        launch.launch(*arguments)
+        one_host.launch(*arguments)
 
 
 def test_launch_refuses_other_threads_than_the_main_one():
     with ThreadPoolExecutor(1) as pool, pytest.raises(OptionError, match="in the main thread alone"):
-        pool.submit(launch.launch, ["-c", ""], 2).result()
+        pool.submit(one_host.launch, ["-c", ""], 2).result()
 
 
 # ---- endings -----------------------------------------------------------------------------------------
@@ -585,10 +591,10 @@ def test_a_signal_that_comes_while_ranks_are_started_starts_no_more_of_them(monk
         os.kill(os.getpid(), signal.SIGTERM)
         return start_rank(*arguments)
 
-    start_rank = launch._start
-    monkeypatch.setattr(launch, "_start", start)
+    start_rank = one_host._start
+    monkeypatch.setattr(one_host, "_start", start)
     assert (
-        launch.launch(["-c", "import time; time.sleep(60)"], 40, launch.LaunchOptions())
+        one_host.launch(["-c", "import time; time.sleep(60)"], 40, one_host.LaunchOptions())
         == 128 + signal.SIGTERM
     )
     assert len(started) == 1

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from singa_lite import cli
-from singa_lite.comm import launch_hosts, rank_wrapper
-from singa_lite.comm.copy_folder import FolderCopy
-from singa_lite.comm.hosts import Host, place, read_hosts
 from singa_lite.comm.job import threads_per_rank
 from singa_lite.errors import CommError, OptionError
+from singa_lite.launch import rank_wrapper, several_hosts
+from singa_lite.launch.copy_folder import FolderCopy
+from singa_lite.launch.hosts import Host, place, read_hosts
 from tests.comm.hosts import names_missing, write_agent
 from tests.comm.processes import (
     assert_nothing_left,
@@ -541,9 +541,9 @@ def start_in(folder: Path, monkeypatch) -> None:
     (folder / "hosts").write_text("d1\nd2\n")
     (folder / "bad").write_text("d1 d2\n")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(launch_hosts, "find_mpiexec", lambda: ("mpiexec", 5))
-    monkeypatch.setattr(launch_hosts.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(launch_hosts, "_supervise", lambda *_: pytest.fail("nothing is to start"))
+    monkeypatch.setattr(several_hosts, "find_mpiexec", lambda: ("mpiexec", 5))
+    monkeypatch.setattr(several_hosts.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(several_hosts, "_supervise", lambda *_: pytest.fail("nothing is to start"))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
 
 
@@ -561,7 +561,7 @@ def test_inside_a_step_of_slurm_mpiexec_starts_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     calls = []
-    monkeypatch.setattr(launch_hosts, "_supervise", lambda *given: calls.append(given) or (5, False))
+    monkeypatch.setattr(several_hosts, "_supervise", lambda *given: calls.append(given) or (5, False))
     assert cli.main(["run", "-n", "3", "--rsh", "ssh -p 22", "-H", "hosts", "script.py"]) == 5
     [(command, environ, *_)] = calls
     assert command[command.index("-launcher-exec") + 1] == "/bin/ssh"
@@ -571,28 +571,28 @@ def test_inside_a_step_of_slurm_mpiexec_starts_the_job(tmp_path, monkeypatch):
 
 
 def test_a_missing_mpiexec_or_another_mpis_is_an_error_that_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch_hosts.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(several_hosts.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CommError, match=r"there is no mpiexec, .*; pip install 'singa-lite\[mpi\]'"):
-        launch_hosts.find_mpiexec()
+        several_hosts.find_mpiexec()
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text("#!/bin/sh\necho mpiexec (OpenRTE) 5.0\n")
     mpiexec.chmod(0o755)
     with pytest.raises(
         CommError, match=r"mpiexec is not the mpiexec of MPICH; pip install 'singa-lite\[mpi\]'"
     ):
-        launch_hosts.find_mpiexec()
+        several_hosts.find_mpiexec()
 
 
 def test_servers_go_round_hosts_with_several_slots_where_mpich_can_do_that(tmp_path, monkeypatch, capsys):
     start_in(tmp_path / "here", monkeypatch)
     Path("hosts").write_text("d1:2\nd2:2\n")
     calls = []
-    monkeypatch.setattr(launch_hosts, "_supervise", lambda command, *_: calls.append(command) or (0, False))
+    monkeypatch.setattr(several_hosts, "_supervise", lambda command, *_: calls.append(command) or (0, False))
     assert cli.main(["run", "-n", "4", "-s", "2", "-H", "hosts", "script.py"]) == 0
     assert calls[0][calls[0].index("-hosts") + 1] == "d1:2,d2:2"
     assert calls[0][calls[0].index("-rankmap") + 1] == "0,0,1,1,0,1"
-    monkeypatch.setattr(launch_hosts, "find_mpiexec", lambda: ("mpiexec", 4))
+    monkeypatch.setattr(several_hosts, "find_mpiexec", lambda: ("mpiexec", 4))
     with pytest.raises(SystemExit, match="mpiexec of MPICH before version 5 cannot place servers"):
         cli.main(["run", "-n", "4", "-s", "2", "-H", "hosts", "script.py"])
     assert len(calls) == 1
@@ -602,7 +602,7 @@ def test_a_remote_shell_that_is_missing_or_cannot_be_started_is_named(tmp_path, 
     start_in(tmp_path / "a b", monkeypatch)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path / "a b")
-    monkeypatch.setattr(launch_hosts, "find_mpiexec", lambda: ("mpiexec", 5))
+    monkeypatch.setattr(several_hosts, "find_mpiexec", lambda: ("mpiexec", 5))
     start = ["run", "-n", "1", "-H", "hosts"]
     with pytest.raises(SystemExit, match="there is no remote shell 'no-such-shell'; name one with --rsh"):
         cli.main([*start, "--rsh", "no-such-shell", "script.py"])

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a host file, choose the host of each process of a job, and tell this host from others.
 
-What does not live here: starting anything there (launch_hosts.py).
+What does not live here: starting anything there (several_hosts.py).
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import env
 from ..errors import OptionError
 
 # a name that begins with "-" would be an option of the remote shell
@@ -80,12 +78,3 @@ def without_slot(hosts: Sequence[Host], name: str) -> list[Host]:
     """Return ``hosts`` with a slot fewer of the host ``name``, and without it if that was its last."""
     fewer = [Host(host.name, host.num_slots - (host.name == name)) for host in hosts]
     return [host for host in fewer if host.num_slots > 0]
-
-
-def this_host() -> str:
-    """Return a text that is equal for the processes of this host alone: SINGA_LITE_HOST, else the kernel's boot id."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        boot_id = os.uname().nodename
-    return env("SINGA_LITE_HOST", boot_id) or boot_id

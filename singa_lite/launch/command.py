@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`singa-lite run`: its arguments, and the launch that they ask for.
 
-What does not live here: starting processes (comm/launch.py, comm/launch_hosts.py), starting them again
-(comm/restart.py), the other commands (cli.py). It is not in comm/, of which every rank imports all files.
+What does not live here: starting processes (one_host.py, several_hosts.py), starting them again (restart.py), the other
+commands (../cli.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .comm.hosts import read_hosts
-from .comm.launch import EXIT_TIMEOUT_S, MAX_RANKS, STOP_TIMEOUT_S, LaunchOptions
-from .comm.launch_hosts import Placement, srun_line
-from .comm.link import parse_link
-from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
-from .path_arguments import folder
+from ..comm.link import parse_link
+from ..path_arguments import folder
+from .hosts import read_hosts
+from .one_host import EXIT_TIMEOUT_S, MAX_RANKS, STOP_TIMEOUT_S, LaunchOptions
+from .restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
+from .several_hosts import Placement, srun_line
 
 RSH = "ssh"
 MAX_HOSTS = 1024
@@ -189,7 +189,7 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
 def _tracing(path: Path | None) -> AbstractContextManager[dict[str, str]]:
     if path is None:
         return nullcontext({})
-    from .comm.trace_file import tracing  # Note [imports]
+    from ..comm.trace_file import tracing  # Note [imports]
 
     return tracing(path)
 

@@ -4,7 +4,7 @@
 What lives here: starting the ranks once, from their options to their exit code. What does not: supervising them until
 the last has ended (supervise.py), what remains when this process is killed (reaper.py), starting them again
 (restart.py), finding the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), their names
-(process_names.py), the command line (../launch_command.py).
+(process_names.py), the command line (command.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..comm.inspect_job import reports_at_sigquit
+from ..comm.job import threads_per_rank
+from ..comm.progress import VARIABLE
 from ..errors import CommError, OptionError, check_int
-from .inspect_job import reports_at_sigquit
-from .job import threads_per_rank
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
-from .progress import VARIABLE
 from .reaper import Reaper, die_with_launcher, kill_groups, remove_segments
 from .supervise import DRAIN_S, RunningJob, noted_signals
 

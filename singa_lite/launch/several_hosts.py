@@ -2,8 +2,8 @@
 """Run one command as the workers and servers of a job on several hosts, by MPICH's mpiexec, and leave nothing behind.
 
 What lives here: starting mpiexec once and ending it. What does not: starting it again (restart.py), processes of one
-host without MPI (launch.py), which hosts there are (hosts.py), copying the script there (copy_folder.py), and what runs
-there around each script (rank_wrapper.py).
+host without MPI (one_host.py), which hosts there are (hosts.py), copying the script there (copy_folder.py), and
+what runs there around each script (rank_wrapper.py).
 
 Note [ends of mpiexec]: it passes SIGINT and SIGTERM on to all processes; when it is killed, its processes on the hosts
 end theirs. That also happens when this process is killed. Remote shells that it leaves, as it does when one of them
@@ -28,14 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..comm.inspect_job import reports_at_sigquit
+from ..comm.proc import parents
+from ..comm.progress import NAME, ProgressFile
 from ..errors import CommError, OptionError
 from .copy_folder import FolderCopy
 from .hosts import Host, place
-from .inspect_job import reports_at_sigquit
-from .launch import LaunchOptions, Round, common_environment, open_standard_descriptors
-from .proc import parents
+from .one_host import LaunchOptions, Round, common_environment, open_standard_descriptors
 from .process_names import role_names
-from .progress import NAME, ProgressFile
 from .reaper import REQUESTS, die_with_launcher
 from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 

@@ -2,7 +2,7 @@
 """Start the processes of a job again when they have failed: the loop over rounds.
 
 What lives here: whether there is another round, when, with how many ranks, and what was lost. What does not: one round
-(launch.py, launch_hosts.py), the checkpoints (../checkpoint/), of which this reads the manifests.
+(one_host.py, several_hosts.py), the checkpoints (../checkpoint/), of which this reads the manifests.
 
 All processes of a round end before the next begins, in a new world; the scripts go on from the newest checkpoint. The
 number of restarts counts from the start of the launcher to its end; nothing refills it.
@@ -20,8 +20,8 @@ from pathlib import Path
 from ..errors import CheckpointError, OptionError
 from ..generation import Manifest, find_generations
 from .hosts import place, without_slot
-from .launch import LaunchOptions, Round, launch_round, open_output, share_cores_of_host
-from .launch_hosts import Placement, launch_host_round, write_report
+from .one_host import LaunchOptions, Round, launch_round, open_output, share_cores_of_host
+from .several_hosts import Placement, launch_host_round, write_report
 from .supervise import DRAIN_S, POLL_S, noted_signals
 
 LONGEST_DELAY_S = 60.0

@@ -2,7 +2,7 @@
 """Supervise the ranks of a job on this host until the last has ended, and end them all when one fails.
 
 What lives here: their output as it comes, their ends, signals to the launcher, who failed first. What does not:
-starting them (launch.py), merging their output (output.py).
+starting them (one_host.py), merging their output (output.py).
 
 Note [requests]: SIGTERM and SIGUSR1 to the launcher are requests if a rank takes them as such
 (DistOpt.stop_on_signals), which it writes into the progress file. Then those ranks alone get the signal, for the others
@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from .lost_ranks import report_lost_rank
+from ..comm.lost_ranks import report_lost_rank
+from ..comm.progress import ProgressFile
 from .output import RankOutput
 from .process_names import ProcessName
-from .progress import ProgressFile
 from .reaper import REQUESTS, STOP_SIGNALS, signal_group
 
 POLL_S = 0.05  # how soon a rank's end is noticed

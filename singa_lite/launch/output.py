@@ -2,7 +2,7 @@
 """Merge the output of several ranks into one terminal or log: whole lines, each behind the name of its rank.
 
 What lives here: cutting bytes into lines, progress bars, the end of a failed rank's output, writing without waiting
-for a reader. What does not: processes (launch.py).
+for a reader. What does not: processes (one_host.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy a folder to the hosts of a job, through their remote shell.
 
-What lives here: what is copied and how. What does not: which hosts there are (hosts.py), and when (launch_hosts.py).
+What lives here: what is copied and how. What does not: which hosts there are (hosts.py), and when (several_hosts.py).
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from singa_lite import cli
-from singa_lite.comm import restart
-from singa_lite.comm.hosts import Host, without_slot
 from singa_lite.comm.job import threads_per_rank
-from singa_lite.comm.launch import CannotStart, Round
-from singa_lite.comm.restart import RestartOptions, check_restart, run_rounds
 from singa_lite.errors import CommError, OptionError
 from singa_lite.generation import FORMAT, Manifest, write_manifest
+from singa_lite.launch import restart
+from singa_lite.launch.hosts import Host, without_slot
+from singa_lite.launch.one_host import CannotStart, Round
+from singa_lite.launch.restart import RestartOptions, check_restart, run_rounds
 from tests.comm.hosts import names_missing, write_agent
 from tests.comm.processes import (
     assert_nothing_left,
@@ -332,8 +332,8 @@ wait_for('counted')
         3,
         options=["--max-restarts", "5", "--log-dir", str(tmp_path / "logs")],
     )
-    quick = "import sys; from singa_lite import cli; from singa_lite.comm import launch, restart; "
-    quick += "launch.FINAL_OUTPUT_S = 0.1; restart._delay = lambda number: 0.0; sys.exit(cli.main())"
+    quick = "import sys; from singa_lite import cli; from singa_lite.launch import restart, supervise; "
+    quick += "supervise.FINAL_OUTPUT_S = 0.1; restart._delay = lambda number: 0.0; sys.exit(cli.main())"
     at = command.index("-m")
     result = run_command([*command[:at], "-c", quick, *command[at + 2 :]])
     lines = result.stdout.splitlines()
@@ -453,13 +453,13 @@ def test_a_job_goes_on_without_a_rank_that_cannot_start(tmp_path):
     limited = """
 import os, sys
 from singa_lite import cli
-from singa_lite.comm import launch
-start = launch._start
+from singa_lite.launch import one_host
+start = one_host._start
 def some(command, environ):
     if environ["SINGA_LITE_RANK"] == "2":
         raise OSError(11, "no")
     return start(command, environ)
-launch._start = some
+one_host._start = some
 sys.exit(cli.main())
 """
     at = command.index("-m")
