@@ -132,8 +132,8 @@ class Device:
     def set_random_state(self, random_state: tuple[int, int]) -> None:
         """Go on from where ``get_random_state`` was taken."""
         pair = check_ints("set_random_state", "random_state", random_state, 0)
-        if len(pair) != 2:
-            raise OptionError(f"set_random_state: expected (seed, counter), got {random_state!r}")
+        if len(pair) != 2 or max(pair) >= 2**64:
+            raise OptionError(f"set_random_state: expected (seed, counter) < 2**64, got {random_state!r}")
         break_graph("it sets the random state of a device, which a replay would not do")
         self._seed, self._counter = pair
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,16 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether ``dtype`` holds floating-point numbers; bfloat16's ``kind`` is "V" for NumPy."""
     return dtype.kind == "f" or dtype == bfloat16
+
+
+def largest_below(number: float, dtype: np.dtype[Any]) -> float:
+    """Return the largest number of a float ``dtype`` below ``number``; infinity if that is too large for it."""
+    with np.errstate(over="ignore"):
+        nearest = np.asarray(number).astype(dtype)
+    if not float(nearest) < number:
+        below = dtype.type(0 if np.isposinf(nearest) else -np.inf)
+        return math.inf if np.isposinf(nearest) else float(np.nextafter(nearest, below))
+    return float(nearest)
 
 
 def is_narrow(dtype: np.dtype[Any]) -> bool:

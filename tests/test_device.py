@@ -174,6 +174,15 @@ def test_num_threads_are_those_of_the_calling_thread() -> None:
             device.set_num_threads(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [(2**64, 0), (0, 2**64), (-1, 0), (0,), 3, "01"])
+def test_a_random_state_is_two_numbers_that_a_checkpoint_holds(wrong):
+    cpu = device.get_default_device()
+    before = cpu.get_random_state()
+    with pytest.raises(OptionError, match="set_random_state: "):
+        cpu.set_random_state(wrong)
+    assert cpu.get_random_state() == before
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -251,6 +251,10 @@ READS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             )
         },
     ),
+    "the end of a range with the same elements": (
+        lambda self, x, y, numbers: self.learn(x, y, float(numbers.stop)),
+        {"call": lambda net, step: net(from_numpy(X), from_numpy(Y), range(0, 2 if step < HALF else 3, 3))},
+    ),
     "an object whose __getattr__ raises": (lambda self, x, y: self.learn(x, y, RAISING.factor), {}),
 }
 

@@ -356,6 +356,7 @@ KEYS: list[Any] = [
     (slice(None, None, 2), slice(None, None, -1)),
     (-1, slice(3, 0, -2)),
 ]
+KEYS += [slice(-9, None, -1), slice(-9, -12, -2), (slice(None), slice(-5, -9, -1)), slice(9, -9, -2)]
 KEYS += [slice(5, 9), slice(2, 1), (..., 1), (0, ...), (...,), (0, ..., slice(1, 3))]
 
 
@@ -456,6 +457,13 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: tensor.copy_data_to_from(t(2), t(3), 1, -1), ShapeError, "are not in 2"),
     (lambda: tensor.copy_from_numpy(t(2), [1.0]), ShapeError, "do not fit"),
     (lambda: tensor.uniform(0, 1, t(2, dtype="int32")), DTypeError, "needs a float"),
+    (lambda: t(2).uniform(5.0, 1.0), OptionError, "low = 5.0 and high = 1.0 are no range of float32"),
+    (lambda: t(2).uniform(0.0, np.inf), OptionError, "uniform: low = 0.0 and high = inf"),
+    (lambda: t(2).uniform(-3e38, 3e38), OptionError, "are no range of float32"),
+    (lambda: t(2, dtype="float16").uniform(0, 7e4), OptionError, "are no range of float16"),
+    (lambda: t(2).gaussian(0.0, np.inf), OptionError, "std = inf must be finite as float32"),
+    (lambda: t(2).gaussian(1e39, 1.0), OptionError, "must be finite as float32"),
+    (lambda: np.asarray(t(2), copy=False), ValueError, "gives numpy a copy"),
     (lambda: t(2).gaussian("a", 1.0), OptionError, "mean = 'a'"),
     (lambda: t(2).gaussian(0.0, -1.0), OptionError, "std = -1.0"),
     (lambda: t(2).bernoulli(2), OptionError, "p = 2"),

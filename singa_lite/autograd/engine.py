@@ -442,11 +442,13 @@ def _seed(y: Tensor, dy: Tensor | float | None) -> Array:
             raise ShapeError(f"backward: dy has shape {dy.shape} but y has {y.shape}")
         check_alike("backward: dy and y", dy, y)
         return dy.array
+    if isinstance(dy, (str, bytes)):
+        raise DTypeError(f"backward: dy must be a Tensor, a number or None, not {type(dy).__name__}")
     try:
         value = 1.0 if dy is None else float(dy)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError) as error:
         raise DTypeError(
-            f"backward: dy must be a Tensor, a number or None, not {type(dy).__name__}"
+            f"backward: dy must be a Tensor, a number or None, not {type(dy).__name__}: {error}"
         ) from None
     if dy is None and y.size() != 1:
         raise ShapeError(f"backward: y has shape {y.shape}; give dy, or reduce y to one element")

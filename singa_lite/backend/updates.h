@@ -16,8 +16,8 @@ UPDATE1(velocity_update, w, momentum * w + decay * p, p - lr * (g + w), lr, mome
 UPDATE1(nesterov_velocity_update, w, momentum * w + decay * p, p - lr * (g + decay * p + momentum * w), lr, momentum, decay)  // by Nesterov's
 
 // beta_1 = 1 - weight_1, beta_2 = 1 - weight_2, rate = lr / (1 - beta_1^step), correction = 1 / (1 - beta_2^step)
-UPDATE2(adam_update, m, m + weight_1 * (g - m), v, v + weight_2 * (g * g - v), p - rate * (m / (sqrt(v * correction) + epsilon)), rate, weight_1, weight_2, correction, epsilon)  // Adam
-UPDATE2(adamw_update, m, m + weight_1 * (g - m), v, v + weight_2 * (g * g - v), keep * p - rate * (m / (sqrt(v * correction) + epsilon)), rate, weight_1, weight_2, correction, epsilon, keep)  // AdamW; keep = 1 - lr * weight decay
+UPDATE2(adam_update, m, (1 - weight_1) * m + weight_1 * g, v, (1 - weight_2) * v + weight_2 * g * g, p - rate * (m / (sqrt(v * correction) + epsilon)), rate, weight_1, weight_2, correction, epsilon)  // Adam
+UPDATE2(adamw_update, m, (1 - weight_1) * m + weight_1 * g, v, (1 - weight_2) * v + weight_2 * g * g, keep * p - rate * (m / (sqrt(v * correction) + epsilon)), rate, weight_1, weight_2, correction, epsilon, keep)  // AdamW; keep = 1 - lr * weight decay
 
-UPDATE1(rmsprop_update, s, s + weight * (g * g - s), p - lr * (g / sqrt(s + epsilon)), lr, weight, epsilon)  // RMSProp; weight = 1 - rho
+UPDATE1(rmsprop_update, s, (1 - weight) * s + weight * g * g, p - lr * (g / sqrt(s + epsilon)), lr, weight, epsilon)  // RMSProp; weight = 1 - rho
 UPDATE1(adagrad_update, s, s + g * g, p - lr * (g / sqrt(s + epsilon)), lr, epsilon)  // AdaGrad

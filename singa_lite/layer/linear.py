@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .. import autograd, initializer
+from ..dtypes import is_float
 from ..errors import (
     DTypeError,
     OptionError,
@@ -52,6 +53,8 @@ class Linear(Layer):
         sizes = [check_int("Linear", "size", size, 1) for size in (out_features, *args[:1])]
         self.in_features = sizes[0] if args else None
         self.out_features = sizes[-1]
+        if len(args) == 2 and not check_bool("Linear", "bias", bias):
+            raise OptionError(f"Linear: bias is given twice, as {args[1]!r} and bias={bias!r}")
         self.bias = check_bool("Linear", "bias", args[1] if len(args) == 2 else bias)
 
     def initialize(self, x: Tensor) -> None:
@@ -187,7 +190,7 @@ class Embedding(Layer):
             DTypeError: W is not a Tensor or numpy array of real numbers.
         """
         check_bool(repr(self), "freeze", freeze)
-        if not isinstance(W, (Tensor, np.ndarray)) or W.dtype.kind not in "iuf":
+        if not isinstance(W, (Tensor, np.ndarray)) or not (W.dtype.kind in "iu" or is_float(W.dtype)):
             came = W.dtype if isinstance(W, np.ndarray) else type(W).__name__
             raise DTypeError(f"{self!r}: W must be a Tensor or numpy array of real numbers, not {came}")
         values = to_numpy(W)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .. import autograd
 from ..autograd.ops.norm import check_rates
 from ..dtypes import accumulation_dtype
-from ..errors import OptionError, ShapeError, check_int
+from ..errors import OptionError, ShapeError, check_int, is_one_of
 from ..tensor import Tensor
 from .base import Layer
 
@@ -44,6 +44,10 @@ class BatchNorm2d(Layer):
         if len(args) > 2:
             raise OptionError(f"BatchNorm2d: expected (channels) or (channels, momentum), got {args}")
         self.channels = check_int("BatchNorm2d", "channels", args[0], 1) if args else None
+        if len(args) == 2 and not is_one_of(momentum, (0.9,)):
+            raise OptionError(
+                f"BatchNorm2d: momentum is given twice, as {args[1]!r} and momentum={momentum!r}"
+            )
         self.momentum, self.eps = check_rates("BatchNorm2d", args[1] if len(args) == 2 else momentum, eps)
 
     def initialize(self, x: Tensor) -> None:

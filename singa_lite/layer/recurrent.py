@@ -82,7 +82,7 @@ class RNN_Base(Layer):
         self._check_shapes("state", states, (batch, self.hidden_size))
         return list(xs)
 
-    def _check_shapes(self, what: str, tensors: Sequence[Any], shape: tuple[int, int]) -> None:
+    def _check_shapes(self, what: str, tensors: Sequence[Any], shape: tuple[int, ...]) -> None:
         for tensor in tensors:
             if tensor.shape != shape:
                 raise ShapeError(f"{self!r}: every {what} must have the shape {shape}, not {tensor.shape}")
@@ -162,18 +162,36 @@ class RNN(RNN_Base):
         Wh: Tensor | None = None,
         b: Tensor | None = None,
     ) -> Tensor:
-        """Return the state after one step, with other weights if they are given; all or none."""
-        if Wx is None or Wh is None:
-            return self.forward([x], h)[1]
-        return self._run(self._check([x], [h]), self._weights(Wx, Wh, b), h)[1]
+        """Return the state after one step, with other weights if they are given.
 
-    def _weights(self, Wx: Tensor | None = None, Wh: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+        Raises:
+            OptionError: some are given, not all. ShapeError: one has another shape than this layer's.
+        """
+        given = {"Wx": Wx, "Wh": Wh, **({"b": b} if self.bias or b is not None else {})}
+        if all(weight is None for weight in given.values()):
+            return self([x], h)[1]  # type: ignore[no-any-return]
+        if Wx is None or Wh is None or (b is None) == self.bias:
+            raise OptionError(
+                f"{self!r}: step_forward: give all of Wx, Wh{' and b' if self.bias else ''}, or none"
+            )
+        shapes = (
+            (self.input_size, self.hidden_size),
+            (self.hidden_size, self.hidden_size),
+            (self.hidden_size,),
+        )
+        for (name, weight), shape in zip(given.items(), shapes, strict=False):
+            self.check_float(weight)
+            self._check_shapes(name, [weight], shape)
+        return self._run(self._check([x], [h]), self._packed(Wx, Wh, b), h)[1]
+
+    def _weights(self) -> Tensor:
+        return self._packed(self.Wx, self.Wh, self.b if self.bias else None)
+
+    def _packed(self, Wx: Tensor, Wh: Tensor, b: Tensor | None) -> Tensor:
         """Return all weights, see Note [packed weights]; the second bias of cuDNN's is zero."""
-        matrices = (self.Wx, self.Wh) if Wx is None or Wh is None else (Wx, Wh)
-        parts = [flat([matrix]) for matrix in matrices]
-        if self.bias:
-            bias = self.b if b is None else b
-            parts += [bias, Tensor(bias.shape, bias.device, bias.dtype, requires_grad=False)]
+        parts = [flat([Wx]), flat([Wh])]
+        if b is not None:
+            parts += [b, Tensor(b.shape, b.device, b.dtype, requires_grad=False)]
         return autograd.cat(parts, 0)
 
 

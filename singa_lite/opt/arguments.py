@@ -56,7 +56,7 @@ def make(base: type[Made], name: object, arguments: Mapping[str, Any]) -> Made:
 
 
 def _find(base: type[Made], name: object) -> type[Made]:
-    kinds = _subclasses(base) if isinstance(name, str) else []
+    kinds = _subclasses(base)
     found = {(kind.__module__, kind.__qualname__): kind for kind in kinds if kind.__name__ == name}
     if len(found) > 1:
         paths = " and ".join(".".join(path) for path in found)

@@ -146,8 +146,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         **options: Option,
     ) -> None:
         check_messages(buffSize, bucket_bytes, threshold, timeout_s)
-        check_updates(accumulate, microbatches, order)
-        check_values(clip_norm, check_finite, check_every)
+        accumulate, microbatches = check_updates(accumulate, microbatches, order)
+        clip_norm = check_values(clip_norm, check_finite, check_every)
         if spars is not None:
             check_spars(spars)
         self.opt = opt if opt is not None else SGD()

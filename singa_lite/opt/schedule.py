@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,9 @@ class ExponentialDecay(DecayScheduler):
         for name, value in (("decay_steps", decay_steps), ("decay_rate", decay_rate)):
             if not check_number("ExponentialDecay", name, value) > 0:
                 raise OptionError(f"ExponentialDecay: {name} = {value} must be > 0")
-        self.decay_steps, self.decay_rate = decay_steps, decay_rate
+        is_whole = isinstance(decay_steps, Integral)
+        self.decay_steps = int(decay_steps) if is_whole else float(decay_steps)
+        self.decay_rate = float(decay_rate)
         self.staircase = check_bool("ExponentialDecay", "staircase", staircase)
 
     def call(self, step: int) -> float:

@@ -41,7 +41,7 @@ from ..layer.base import Layer
 from ..opt.base import Optimizer
 from ..opt.schedule import DecayScheduler
 from ..tensor import Tensor
-from ..tensor.pytree import COMPLEX, PLAIN, flatten, leaves, nodes
+from ..tensor.pytree import PLAIN, TOLD_APART, flatten, leaves, nodes
 from .attributes import Absent, Attribute
 from .containers import (
     BOUND,
@@ -484,8 +484,8 @@ def held_by(value: object) -> Mapping[str, Any]:
 def _are_equal_plain(a: object, b: object) -> bool:
     if not isinstance(a, PLAIN) or type(a) is not type(b) or not bool(a == b):
         return False
-    has_zero = not a or isinstance(a, COMPLEX)
-    return not has_zero or repr(a) == repr(b)  # with its sign
+    may_differ = not a or isinstance(a, TOLD_APART)
+    return not may_differ or repr(a) == repr(b)
 
 
 def _random_states() -> dict[str, Hashable]:

@@ -452,8 +452,9 @@ class Tensor:
             given[index : index + 1] = [slice(None)] * (self.ndim() - len(given) + 1)
         bounds = []
         for key, size in zip(given, self.shape, strict=False):
-            start, end, step = as_slice(key, size).indices(size)
-            bounds.append((start, end if end >= 0 else -size - 1, step))
+            numbers = range(size)[as_slice(key, size)]
+            start, end = (numbers.start, numbers.stop) if numbers else (0, 0)
+            bounds.append((start, end if end >= 0 else -size - 1, numbers.step))
         starts, ends, steps = zip(*bounds, strict=True) if bounds else ((), (), ())
         return OPERATORS["slice"](self, starts, ends, None, steps)  # type: ignore[no-any-return]
 
@@ -464,7 +465,9 @@ class Tensor:
     __array_ufunc__ = None  # numpy_array * tensor calls Tensor.__rmul__ instead of iterating over the tensor
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """What ``numpy.asarray(t)`` gives: a copy."""
+        """What ``numpy.asarray(t)`` gives: a copy; ValueError if there must be none, as numpy asks for."""
+        if copy is False:
+            raise ValueError("a Tensor gives numpy a copy; use numpy.asarray(t) or tensor.to_numpy(t)")
         values = to_numpy(self)
         try:
             return values if dtype is None else values.astype(dtype)
@@ -508,16 +511,36 @@ class Tensor:
         return self._fill("fill", value=_python_number(convert_number("set_value", x, self.dtype)))
 
     def gaussian(self, mean: float, std: float) -> Tensor:
-        """Draw from the normal distribution of the device's random stream."""
+        """Draw from the normal distribution of the device's random stream; OptionError unless both are finite."""
+        if not self._are_finite(check_number("gaussian", "mean", mean), check_number("gaussian", "std", std)):
+            raise OptionError(f"gaussian: mean = {mean} and std = {std} must be finite as {self.dtype}")
         return self._draw("random_normal", mean=mean, std=std)
 
     def uniform(self, low: float, high: float) -> Tensor:
-        """Draw uniformly from [low, high)."""
+        """Draw uniformly from [low, high), or low where they are equal.
+
+        Raises:
+            OptionError: low > high, or one of them or high - low is not finite in this dtype.
+        """
+        low, high = check_number("uniform", "low", low), check_number("uniform", "high", high)
+        if low > high or not self._are_finite(high - low, low, high):
+            raise OptionError(f"uniform: low = {low} and high = {high} are no range of {self.dtype} numbers")
         return self._draw("random_uniform", low=low, high=high)
 
     def bernoulli(self, p: float) -> Tensor:
         """Draw 1 with probability ``p``, else 0."""
         return self._draw("random_bernoulli", p=p)
+
+    def _are_finite(self, first: float, *others: float) -> bool:
+        """Return whether these are finite in this float dtype; the first in that in which it computes."""
+        if not is_float(self.dtype):
+            return True  # which is another error
+        with np.errstate(over="ignore"):
+            rounded = [
+                np.asarray(others).astype(self.dtype),
+                np.asarray(first).astype(accumulation_dtype(self.dtype)),
+            ]
+        return all(np.isfinite(numbers).all() for numbers in rounded)
 
     def _draw(self, kernel: str, **attributes: float) -> Tensor:
         if not is_float(self.dtype):

@@ -16,7 +16,7 @@ import numpy as np
 from .core import Tensor
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, np.generic, np.dtype, type, range)
-COMPLEX = (complex, np.complexfloating)  # equal ones may have zeros of other signs
+TOLD_APART = (complex, np.complexfloating, range)  # equal ones may have zeros of other signs, or another stop
 
 BUILTIN = (list, tuple, dict)
 
@@ -103,8 +103,8 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
         array, flags = value.array, (value.requires_grad, value.stores_grad, value.creator is None)
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
     if form == "plain" or (form == "function" and _is_free(value)):
-        # of two zeros the sign
-        return type(value), (repr(value),) if not value or isinstance(value, COMPLEX) else value
+        # of two zeros the sign, and likewise
+        return type(value), (repr(value),) if not value or isinstance(value, TOLD_APART) else value
     if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
         return describe(value)
     walk = partial(_walk, found=found, describe=describe)

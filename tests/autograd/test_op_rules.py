@@ -311,6 +311,20 @@ def test_an_index_out_of_range_names_the_function_that_was_called() -> None:
         autograd.gather(ones(3, 2), 0, Tensor(data=[3]))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint64"])
+def test_indices_of_few_bits_take_from_a_long_axis(dtype: str) -> None:
+    x = Tensor(data=np.arange(40_000), dtype="int32")
+    assert to_numpy(autograd.gather(x, 0, np.array([1, 100], dtype))).tolist() == [1, 100]
+    assert to_numpy(autograd.gather(x, 0, np.array([-1], "int8"))).tolist() == [39_999]
+
+
+def test_pad_and_clip_keep_numbers_that_no_float_holds() -> None:
+    number, zeros = 2**53 + 1, Tensor((1,), dtype="int64")
+    assert to_numpy(autograd.pad(zeros, "constant", [1, 0], number)).tolist() == [number, 0]
+    assert to_numpy(autograd.clip(zeros, number)).tolist() == [number]
+    assert to_numpy(autograd.clip(zeros, None, -number)).tolist() == [-number]
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 def test_taking_nothing_and_from_nothing(device: Device, shape: tuple[int, int]) -> None:
     x = parameter(np.ones(shape))
@@ -521,7 +535,18 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
     ("pad negative", lambda: autograd.pad(ones(3), "constant", (1, -1)), OptionError, "pads = -1"),
     ("pad count", lambda: autograd.pad(ones(3), "constant", (1, 1, 1)), ShapeError, "1 axes need 2 pads"),
     ("pad mode", lambda: autograd.pad(ones(3), "edge", (1, 1)), OptionError, "mode = 'edge'"),
-    ("pad of ints", lambda: autograd.pad(ids(3), "constant", (1, 1), 0.5), DTypeError, "0.5 is not a int32"),
+    (
+        "pad of ints beyond",
+        lambda: autograd.pad(ids(3), "constant", (1, 1), 2**40),
+        DTypeError,
+        "int32 cannot",
+    ),
+    (
+        "pad of ints",
+        lambda: autograd.pad(ids(3), "constant", (1, 1), 0.5),
+        DTypeError,
+        "int32 cannot hold 0.5",
+    ),
     (
         "batchnorm statistics kind",
         lambda: autograd.batchnorm_2d(ones(2, 3), ones(3), ones(3), np.ones(3), ones(3)),

@@ -35,9 +35,17 @@ def draw(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_uniform_fills_its_range_evenly(dtype: str, backend: Backend) -> None:
     values = draw(backend, "random_uniform", dtype, low=-1.0, high=3.0).astype(float)
-    assert -1 <= values.min() < -0.99 and 2.99 < values.max() <= 3
+    assert -1 <= values.min() < -0.99 and 2.98 < values.max() < 3
     counts, _ = np.histogram(values, 8)
     assert abs(counts / 5000 - 1).max() < 0.06
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (16.0, 17.0), (-1.0, 0.0), (2.0, 2.0)])
+def test_uniform_is_below_high(dtype: str, low: float, high: float, backend: Backend) -> None:
+    for counter in range(20):
+        values = draw(backend, "random_uniform", dtype, low=low, high=high, counter=counter).astype(float)
+        assert low <= values.min() and (values.max() < high or low == high == values.max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -376,6 +376,10 @@ def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Ca
     [
         (lambda: layer.Linear(0), OptionError, "size = 0 must be an int >= 1"),
         (lambda: layer.Linear(1, 2, 3, 4), OptionError, "in, out, bias"),
+        (lambda: layer.Conv2d(3, 8, 3, 1, stride=2), OptionError, "stride is given twice"),
+        (lambda: layer.SeparableConv2d(3, 8, 3, 1, 1, padding=2), OptionError, "padding is given twice"),
+        (lambda: layer.Linear(3, 8, True, bias=False), OptionError, "bias is given twice"),
+        (lambda: layer.BatchNorm2d(3, 0.5, momentum=0.8), OptionError, "momentum is given twice"),
         (lambda: layer.Conv2d(4, 3, activation="SWISH"), OptionError, "choose one of 'NOTSET', 'RELU'"),
         (lambda: layer.Conv2d(4, 3, pad_mode="VALID"), OptionError, "pad_mode = 'VALID'"),
         (lambda: layer.Conv2d(4, 3, padding=1, pad_mode="SAME_UPPER"), OptionError, "not both"),
@@ -584,6 +588,8 @@ def test_a_pretrained_embedding_keeps_its_rows_unless_it_is_to_learn() -> None:
         head = layer.Linear(1)
         grads = autograd.gradients(head(y), Tensor(data=np.ones((2, 1), "f")))
         assert (embedding.W in grads) != freeze and head.W in grads
+        embedding.from_pretrained(Tensor(data=np.ones((4, 3)), dtype="bfloat16"), freeze=freeze)
+        np.testing.assert_array_equal(to_numpy(embedding(ids)), np.ones((2, 3), "f"))
         embedding.from_pretrained(-rows, freeze=freeze)
         np.testing.assert_array_equal(to_numpy(embedding(ids)), -rows[[2, 0]].astype("f"))
 

@@ -63,6 +63,20 @@ def test_a_step_of_rnn_takes_other_weights() -> None:
     np.testing.assert_allclose(to_numpy(y), np.tanh(x @ Wx + h @ Wh + b), rtol=1e-12)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_given_to_a_step_of_rnn_are_all_and_have_its_shapes(bias: bool) -> None:
+    made = layer.RNN(2, 3, bias=bias)
+    x, h, Wx, Wh, b = map(float64, (normal(1, 2), normal(1, 3), normal(2, 3), normal(3, 3), normal(3)))
+    for given in ((Wx,), (None, Wh), (None, None, b), (Wx, Wh) if bias else (Wx, Wh, b)):
+        with pytest.raises(OptionError, match="step_forward: give all of Wx, Wh"):
+            made.step_forward(x, h, *given)
+    rest = (b,) if bias else ()
+    for given in ((float64(normal(3, 2)), Wh), (Wx, float64(normal(2, 3))), (float64(normal(6)), Wh)):
+        with pytest.raises(ShapeError, match=r"every (Wx|Wh) must have the shape"):
+            made.step_forward(x, h, *given, *rest)
+    np.testing.assert_array_equal(to_numpy(made.step_forward(x, h)), to_numpy(made([x], h)[1]))
+
+
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("bias", [True, False])
 def test_lstm_is_singas_formula(bias: bool) -> None:

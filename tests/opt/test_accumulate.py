@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,27 @@ def alone() -> LocalCommunicator:
 
 def test_every_scheme_is_tested_here() -> None:
     check_that_none_is_missing()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"accumulate": np.int64(2)},
+        {"microbatches": np.int64(2)},
+        {"clip_norm": np.float32(1)},
+        {"clip_norm": Fraction(1, 2)},
+    ],
+)
+def test_arguments_may_be_numpys_numbers(given: dict[str, Any]) -> None:
+    net = made(alone(), False, dist_option="fp32", **given)
+    assert (
+        net.optimizer.settings()
+        == made(alone(), False, dist_option="fp32", **plain(given)).optimizer.settings()
+    )
+
+
+def plain(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(value) if name == "clip_norm" else int(value) for name, value in given.items()}
 
 
 def four_of_16_or_64(communicator: Any) -> None:

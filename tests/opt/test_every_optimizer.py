@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.errors import CheckpointError, DTypeError, OptionError, ShapeError
+from singa_lite.errors import CheckpointError, DTypeError, GraphError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
 pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
@@ -132,6 +132,47 @@ def test_trajectory_follows_the_formula(cls, arguments, expected_arguments, refe
         start.astype(np.float64), gradients.astype(np.float64), schedule, **expected_arguments
     )
     np.testing.assert_allclose(to_numpy(param), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("cls", "arguments", "reference"),
+    [
+        (opt.Adam, {"beta_1": 0.0, "beta_2": 0.0}, adam_reference),
+        (opt.AdamW, {"beta_1": 0.0, "beta_2": 0.0}, adamw_reference),
+        (opt.RMSProp, {"rho": 0.0}, rmsprop_reference),
+    ],
+)
+def test_an_average_of_one_step_forgets_a_gradient_a_million_times_as_large(cls, arguments, reference, dtype):
+    gradients = gradients_for((5,)) * 100.0 ** -np.arange(STEPS).reshape(-1, 1) * 1e4
+    param = Tensor(data=np.zeros(5), dtype=dtype, stores_grad=True, name="w")
+    train(cls(lr=0.1, **arguments), param, gradients)
+    expected = reference(np.zeros(5), gradients, lambda step: 0.1, **arguments)
+    np.testing.assert_allclose(to_numpy(param), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("cls", [opt.Adam, opt.AdamW, opt.RMSProp])
+def test_a_gradient_whose_square_is_too_large_does_not_make_parameters_nan(cls):
+    param = Tensor(data=[0.5], stores_grad=True, name="w")
+    train(cls(lr=0.1), param, [np.array([1e20]), np.array([1.0]), np.array([1.0])])
+    assert np.isfinite(to_numpy(param)).all()
+
+
+def test_a_recorded_result_is_no_parameter():
+    training = autograd.training
+    autograd.training = True
+    try:
+        result = Tensor(data=[1.0], stores_grad=True) * 2.0
+        with pytest.raises(GraphError, match="changing a recorded tensor in place"):
+            opt.SGD(lr=1.0).update(result, Tensor(data=[1.0]))
+    finally:
+        autograd.training = training
+    assert to_numpy(result) == [2.0]
+
+
+def test_a_schedule_of_numpys_numbers_counts_beyond_their_range():
+    schedule = opt.ExponentialDecay(0.1, np.uint8(10), np.float16(0.5), True)
+    assert schedule(300) == 0.1 * 0.5**30 and opt.ExponentialDecay(0.1, 10, np.float16(0.9))(0) == 0.1
 
 
 @pytest.mark.parametrize(("cls", "arguments", "expected_arguments", "reference"), SAMPLES, ids=IDS)

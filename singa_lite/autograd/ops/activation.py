@@ -314,10 +314,10 @@ class Clip(Operator):
 
     def __init__(self, min: float | None, max: float | None) -> None:
         given = {"min": min, "max": max}
-        self.limits = {
-            name: None if limit is None else check_number("clip", name, limit)
-            for name, limit in given.items()
-        }
+        for name, limit in given.items():
+            if limit is not None:
+                check_number("clip", name, limit)
+        self.limits = given
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("clip", *inputs)
@@ -328,10 +328,9 @@ class Clip(Operator):
     def forward(self, context: Context, *inputs: Array) -> Array:
         (x,) = inputs
         context.save(x)
-        limits: dict[str, float | None] = self.limits
-        if x.dtype.kind == "i":
-            limits = {name: None if limit is None else int(limit) for name, limit in limits.items()}
-        return like(context, "clip", x, **limits)
+        kind = int if x.dtype.kind == "i" else float
+        self.limits = {name: None if limit is None else kind(limit) for name, limit in self.limits.items()}
+        return like(context, "clip", x, **self.limits)
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return like(context, "clip_backward", dys[0], *context.saved, **self.limits)

@@ -189,6 +189,8 @@ def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
         values = as_numbers("gather", "indices", indices)
         if values.dtype.kind not in "iu":
             raise DTypeError(f"gather: indices must be integers, not {values.dtype}")
+        if values.dtype.itemsize < 8:  # the size may not fit
+            values = values.astype(np.int64)
         size = x.shape[as_axis("gather", axis, x.ndim())]
         indices = Tensor(data=np.where(values < 0, values + size, values), device=x.device)
     return Gather("gather", axis)(x, indices)  # type: ignore[no-any-return]

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...dtypes import is_float
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
 from ...graph.rounded import note_written
 from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, product, resolve_shape
-from ...tensor.checks import listed
+from ...tensor.checks import convert_number, listed
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_tensors
 
@@ -179,7 +178,8 @@ class Pad(Operator):
 
     def __init__(self, pads: Sequence[int], constant: float = 0.0) -> None:
         self.pads = check_ints("pad", "pads", pads, 0)
-        self.constant = check_number("pad", "constant", constant)
+        check_number("pad", "constant", constant)
+        self.constant = constant
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("pad", *inputs)
@@ -188,8 +188,7 @@ class Pad(Operator):
                 f"pad: {inputs[0].ndim()} axes need {2 * inputs[0].ndim()} pads (all before, then all after), "
                 f"got {len(self.pads)}"
             )
-        if not is_float(inputs[0].dtype) and not self.constant.is_integer():
-            raise DTypeError(f"pad: constant = {self.constant} is not a {inputs[0].dtype}")
+        convert_number("pad: constant", self.constant, inputs[0].dtype)
 
     def inside(self, shape: Shape) -> tuple[Any, ...]:
         """Return the index of the part of the result that holds x of this shape."""
@@ -202,7 +201,7 @@ class Pad(Operator):
         befores, afters = self.pads[: x.ndim], self.pads[x.ndim :]
         shape = tuple(b + size + a for b, size, a in zip(befores, x.shape, afters, strict=True))
         y = context.empty(shape, x.dtype)
-        context.run("fill", out=y, value=self.constant)
+        context.run("fill", out=y, value=convert_number("pad", self.constant, x.dtype).item())
         context.run("copy", x, out=y[self.inside(x.shape)])
         return y
 
@@ -297,9 +296,14 @@ def slice(
         if step == 0 or numbers[: len(starts)].count(axis) > 1:
             raise ShapeError(f"slice: step {step} of axis {axis}, which must be named once and not with 0")
         start, end = as_index("slice", "start", starts[index]), as_index("slice", "end", ends[index])
-        start, end, step = slice_type(start, end, step).indices(x.shape[axis])
-        parts[axis] = slice_type(start, None if end < 0 else end, step)
+        found = range(x.shape[axis])[start:end:step]
+        parts[axis] = slice_type(0, 0) if not found else slice_type(found[0], _behind(found), step)
     return Slice(tuple(parts))(x)  # type: ignore[no-any-return]
+
+
+def _behind(numbers: range) -> int | None:
+    """Return where a slice of these numbers stops; None is before the first."""
+    return None if numbers.stop < 0 else numbers.stop
 
 
 class Split(Operator):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...dtypes import accumulation_dtype, bfloat16
+from ...dtypes import accumulation_dtype, bfloat16, largest_below
 from ..base import Array
 from ._accumulation import store, upcast
 
@@ -85,7 +85,8 @@ class RandomKernels:
         values = uniform(out.shape, out.dtype, seed, counter)
         values *= high - low
         values += low
-        out[...] = values
+        # what is rounded up to high is not below it
+        out[...] = np.minimum(values, max(low, largest_below(high, out.dtype)), out=values)
 
     def random_normal(self, *, out: Array, mean: float, std: float, seed: int, counter: int) -> None:
         values = generator(seed, counter).standard_normal(out.shape, accumulation_dtype(out.dtype))

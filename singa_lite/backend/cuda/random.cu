@@ -46,11 +46,15 @@ __device__ inline void two_fractions(const Stream& stream, Int i, double* a, dou
   *b = fraction(words[2], words[3]);
 }
 
-KERNEL random_uniform(T* y, Int n, double low, double high, Number<Bits> seed, Number<Bits> counter) {
+// Where a number is rounded up to high it is largest, the one before it.
+KERNEL random_uniform(T* y, Int n, double low, double high, double largest, Number<Bits> seed, Number<Bits> counter) {
   EACH(pair, (n + 1) / 2) {
     Real values[2];
     two_fractions(Stream{seed, counter}, pair, &values[0], &values[1]);
-    for (Int i = 2 * pair; i < 2 * pair + 2 && i < n; ++i) y[i] = narrow<T>(Real(values[i % 2] * Real(high - low) + Real(low)));
+    for (Int i = 2 * pair; i < 2 * pair + 2 && i < n; ++i) {
+      Real value = values[i % 2] * Real(high - low) + Real(low);
+      y[i] = narrow<T>(value < Real(largest) ? value : Real(largest));
+    }
   }
 }
 

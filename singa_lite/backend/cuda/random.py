@@ -7,6 +7,7 @@ indices are the CPU's.
 
 from __future__ import annotations
 
+from ...dtypes import largest_below
 from ..base import Array
 from .launch import Launcher
 
@@ -26,7 +27,8 @@ class RandomKernels(Launcher):
         self.each("random.dropout_backward", dy.dtype.char, out.size, dy, mask, out, out.size, float(ratio))
 
     def random_uniform(self, *, out: Array, low: float, high: float, seed: int, counter: int) -> None:
-        self._draw("random.random_uniform", 2, (out,), (low, high), seed, counter)
+        largest = max(low, largest_below(high, out.dtype))
+        self._draw("random.random_uniform", 2, (out,), (low, high, largest), seed, counter)
 
     def random_normal(self, *, out: Array, mean: float, std: float, seed: int, counter: int) -> None:
         self._draw("random.random_normal", 2, (out,), (mean, std), seed, counter)
