@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import config, errors
-from .comm import job  # noqa: F401  # it notes what launched this process
+from .comm.failed_threads import note_failed_threads
+from .comm.job import AT_START
 
 if TYPE_CHECKING:
     from . import (
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from .singa_wrap import NcclIdHolder
 
 __version__ = "0.1.0"
+
+if AT_START:  # this is a rank of several
+    note_failed_threads()
 
 
 __all__ = [

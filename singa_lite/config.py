@@ -95,6 +95,7 @@ class State:
         flight_recorders: those of its communicators (comm.flight_recorder.FlightRecorder).
         reports_at_sigquit: the process that does (comm.flight_signals).
         writes_stacks: likewise the process that does for others (comm.stacks).
+        failed_thread: the first that failed before this process joined (comm.failed_threads), "" for none.
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
         nccl_deadline: time.monotonic() from which on nobody waits for NCCL's end where this process ends, or None.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
@@ -128,6 +129,7 @@ class State:
     flight_recorders: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     reports_at_sigquit: int = 0
     writes_stacks: int = 0
+    failed_thread: str = ""
     exit_hooks: Any = None  # Any: likewise; comm/exit_hooks.py owns it
     nccl_deadline: float | None = None
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise

@@ -68,9 +68,9 @@ void Engine::check_usable() const {
   if (is_forked())
     throw CommError(who + "a shm communicator made before fork() is not usable in the child (process " +
                     std::to_string(getpid()) + "); make the world after the fork");
-  if (is_stopping_.load()) throw CommError(who + "this communicator is closed");
-  if (is_broken_.load(std::memory_order_acquire))
-    throw CommError(who + "this communicator is broken by an earlier failure: " + failure_);
+  const bool is_broken = is_broken_.load(std::memory_order_acquire);
+  if (is_stopping_.load()) throw CommError(who + "this communicator is closed" + (is_broken ? ": " + failure_ : ""));
+  if (is_broken) throw CommError(who + "this communicator is broken by an earlier failure: " + failure_);
 }
 
 std::shared_ptr<Op> Engine::start(Request request, const CallSite& site) {

@@ -305,10 +305,12 @@ class Communicator(ABC):
         members = check_ints("new_group", "ranks", ranks, 0)
         if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.size)):
             raise OptionError(f"new_group: ranks = {members} must be distinct ranks of 0..{self.size - 1}")
-        if any(other != members for other in self.all_gather_object(members, name=f"new_group {name}")):
-            raise CommError(
-                f"new_group {name!r}: ranks disagree about the members; rank {self.rank} gave {members}"
-            )
+        for rank, given in enumerate(everyone := self.all_gather_object(members, name=f"new_group {name}")):
+            if given != everyone[0]:
+                raise CommError(
+                    f"new_group {name!r}: ranks disagree about the members: {everyone[0]} on rank 0, {given} on rank "
+                    f"{rank}"
+                )
         return self._new_group(members, name)
 
     def split_by_host(self, *, name: str = "hosts") -> tuple[Communicator, Communicator | None]:

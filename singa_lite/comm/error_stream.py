@@ -25,6 +25,15 @@ def tell(text: str) -> None:
             data = data[os.write(descriptor, data) :]
 
 
+def text_of(error: BaseException) -> str:
+    """Return class and text of an error, which may be one of the user whose text cannot be made."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as failure:
+        return f"{name} (its text could not be made: {type(failure).__name__})"
+
+
 def sendable(text: str) -> str:
     """Return ``text`` with escapes for what is not valid in UTF-8, and for NUL, at which native code would cut it."""
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")

@@ -17,10 +17,12 @@ from traceback import format_exception
 from types import TracebackType
 from typing import Any
 
+from .. import _native
 from ..config import state
 from ..errors import CommError
 from .dispatch import DispatchCommunicator
-from .error_stream import tell
+from .error_stream import tell, text_of
+from .failed_threads import check_no_failed_thread, is_failure, reason_of
 from .link_communicator import LinkCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
@@ -45,7 +47,7 @@ class ExitHooks:
         self.messengers: list[Messenger] = []
         self.mpi_job: MpiJob | None = None
         self._pid = os.getpid()
-        self._has_failed = self._has_aborted = False
+        self._ends_at_once = self._has_aborted = False
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
@@ -61,8 +63,10 @@ class ExitHooks:
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
         """Inside: this process waits for the others to join."""
+        check_no_failed_thread()
         with self.mpi_job.joining() if self.mpi_job else contextlib.nullcontext():
             yield
+        self.at_exit(_do_nothing)  # reports an exception before weakref.finalize closes what has joined
 
     def at_exit(self, call: Callable[[], None]) -> Callable[[], None]:
         """Register ``call`` for the end of this process, the latest one first; return what unregisters it."""
@@ -94,15 +98,19 @@ class ExitHooks:
                 if not self._has_aborted:
                     call()
             except CommError as error:
-                self._has_failed = True
+                self.note_failure()
                 tell("".join(format_exception(error)))
-                self._abort(_text(error))
+                self._abort(text_of(error))
 
         self.at_exit(last_call)  # now, so before the messengers' own hooks, which close them
 
     def note_failure(self) -> None:
-        """Make the exit code 1 where it would be 0."""
-        self._has_failed = True
+        """Make the exit code 1 where it would be 0, after all that is left to do at exit."""
+        native, _ = _native.load("_comm")
+        if native is None or parent_process() is not None:  # multiprocessing may end without Python's exit
+            self._ends_at_once = True
+        else:
+            native.end_with_1()
 
     def leave(self) -> None:
         """Leave every world."""
@@ -119,25 +127,30 @@ class ExitHooks:
                 for host in hosts:
                     host.drain(FINAL_OUTPUT_S)
             self.mpi_job.leave()
-        if self._has_failed:  # a thread or a last call did, and Python would make that exit code 0
+        if self._ends_at_once:
             _flush()
             os._exit(1)
 
     def _report_exception(self) -> None:
-        """Abort where a process of multiprocessing ends by an exception, which it catches, and calls this meanwhile."""
+        """Abort where this process ends by an exception that ``_uncaught`` does not see.
+
+        Multiprocessing catches it, and calls this meanwhile; or the script has a sys.excepthook of its own.
+        """
         error = sys.exc_info()[1]
+        if error is None and sys.excepthook != self._uncaught and not hasattr(sys, "ps1"):
+            error = getattr(sys, "last_value", None)  # that of a prompt has ended nothing
         if error is not None and _is_failure(error) and not self._has_aborted:
             _flush()
-            self._abort(_text(error))
+            self._abort(text_of(error))
 
     def _uncaught_at_exit(self, unraisable: Any) -> None:
         """Note what a function of atexit raises, after which Python would end with 0."""
         self._unraisablehook(unraisable)
         is_at_exit = str(unraisable.err_msg).startswith("Exception ignored in atexit callback")
         if is_at_exit and not self.is_of_parent and _is_failure(unraisable.exc_value):
-            self._has_failed = True
+            self.note_failure()
             if not self._has_aborted:
-                self._abort(_text(unraisable.exc_value))
+                self._abort(text_of(unraisable.exc_value))
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -150,17 +163,13 @@ class ExitHooks:
             tell("".join([first, *format_exception(kind, error, traceback)]))
         if not is_mpi or self._excepthook is not sys.__excepthook__:
             self._excepthook(kind, error, traceback)
-        self._fail(_text(error))
+        self._fail(text_of(error))
 
     def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         self._thread_excepthook(arguments)
-        thread = arguments.thread
-        if thread is None or thread.daemon:  # its work is nobody's loss
-            return
-        if arguments.exc_type is SystemExit:  # ends the thread alone, as ever in Python
-            return
-        self._has_failed = True
-        self._fail(f"thread {thread.name!r}: {_text(arguments.exc_value or arguments.exc_type())}")
+        if is_failure(arguments):
+            self.note_failure()
+            self._fail(reason_of(arguments))
 
     def _fail(self, reason: str) -> None:
         if self.is_of_parent:
@@ -186,17 +195,12 @@ def exit_hooks() -> ExitHooks:
     return hooks
 
 
+def _do_nothing() -> None:
+    pass
+
+
 def _is_failure(error: BaseException | None) -> bool:
     return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-
-
-def _text(error: BaseException) -> str:
-    """Return class and text of an error, which may be one of the user whose text cannot be made."""
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}"
-    except Exception as failure:
-        return f"{name} (its text could not be made: {type(failure).__name__})"
 
 
 def _flush() -> None:

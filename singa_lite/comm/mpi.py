@@ -250,7 +250,8 @@ class MpiCommunicator(Communicator):
         if not self._leave_requests and self._peers:
             message = message_of(self._num_calls, f"{LEFT} {sendable(reason)}".strip(), b"")
             self._leave_requests = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
-        self.error = self.error or CommError(f"{self!r} is closed; make no collective after close()")
+        why = f"this rank aborted: {reason}" if reason else "make no collective after close()"
+        self.error = self.error or CommError(f"{self!r} is closed; {why}")
 
     def drain(self, seconds: float) -> None:
         """Take the peers' last messages for at most ``seconds``, so that MPI ends with none in flight."""

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 POLL_S = 0.1  # how soon the end of a rank is noticed whose pipe a forked child holds as well
+OUTPUT_S = 0.3  # mpiexec's time to pass on what was written, which the abort may lose
 ABORT = b"cmd=abort exitcode=1\n"  # PMI's wire protocol, version 1
 SHARED_FILES = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # of MPICH and of Open MPI
 
@@ -94,6 +95,7 @@ def main() -> None:
             os.write(2, f"singa_lite: {error}\n".encode())
     # each is what it was, and not what some program between has opened since
     if not _write_if(stat.S_ISFIFO, wrapper, b"lost\n"):
+        time.sleep(OUTPUT_S)
         _write_if(stat.S_ISSOCK, pmi, ABORT)
     if os.getppid() == rank_pid:
         os.kill(rank_pid, signal.SIGKILL)

@@ -267,7 +267,8 @@ class Trainer:
             store.agree("synchronize", {f"parameter {k}": _hash_of(p) for k, p in self._params.items()})
         if model is not None:
             params = set(model.get_params())
-            buffers = [tensor for name, tensor in model.get_states().items() if name not in params]
+            states = sorted(model.get_states().items())  # workers may have made them in another order
+            buffers = [tensor for name, tensor in states if name not in params]
             store.average([tensor for tensor in buffers if tensor.dtype.kind == "f"])
 
     # ---- saved states --------------------------------------------------------------------------------

@@ -183,6 +183,10 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
         return ["-m", *command]
     if not os.path.exists(command[0]):  # False too, not an OSError, of a name too long
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
+    place = os.path.dirname(os.path.abspath(command[0]))
+    is_of_launcher = place in ("/dev", "/dev/fd") or place.startswith("/proc/")  # as /dev/stdin
+    if is_of_launcher or not (os.path.isfile(command[0]) or os.path.isdir(command[0])):
+        parser.error(f"{command[0]!r} is no file that every process can read; write the script to one")
     return command
 
 

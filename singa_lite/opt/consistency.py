@@ -7,14 +7,14 @@ What lives here: the parameters' names, and what has been compared or must be. W
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from ..autograd.autocast import precision_of
 from ..comm.base import Communicator
 from ..graph.recorder import guard, unrecorded
 from ..graph.rounded import note_written
-from ..sync.agree import are_equal, compare, compare_models, compare_progress
+from ..sync.agree import are_equal, by_name, compare, compare_models, compare_progress
 from ..sync.base import Scheme, text_of
 from ..tensor import Tensor, to_numpy
 from ..users_line import warn
@@ -39,7 +39,7 @@ class Compared(CallDefaults, Protocol):
 
     def random_seeds(self) -> dict[str, int]: ...
 
-    def broadcast(self, params: Iterable[Tensor]) -> None: ...
+    def broadcast(self, params: Mapping[str, Tensor]) -> None: ...
 
 
 class Consistency:
@@ -81,15 +81,16 @@ class Consistency:
         """Compare the parameters and buffers of a Model, and the optimizers, and copy rank 0's values to all."""
         states = {**params, **buffers}
         compare_models(self._communicator, states, dist.settings())
-        dist.broadcast(states.values())
+        dist.broadcast(states)
         self.names = unique_names(dict.fromkeys([*self.names, *params.values()]))
 
     def register(self, dist: Compared, params: list[Tensor]) -> None:
         """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
         self.names = unique_names([*self.names, *params])
-        compare_models(self._communicator, {self.names[param]: param for param in params}, dist.settings())
-        if not are_equal(self._communicator, "parameter values", params):
-            dist.broadcast(params)
+        named = {self.names[param]: param for param in params}
+        compare_models(self._communicator, named, dist.settings())
+        if not are_equal(self._communicator, "parameter values", named):
+            dist.broadcast(named)
             warn(
                 "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
                 "Call DistOpt.broadcast(params) before training, or use a Model"
@@ -103,8 +104,11 @@ class Consistency:
         guard((self, "parameters may differ"), lambda: self.may_differ)
 
     def _average(self, dist: Compared) -> None:
-        tensors = [each for param in self.names for each in (param, *dist.opt.slots(param).values())]
-        if not are_equal(self._communicator, "parameters and optimizer states", tensors):
+        named = {name: param for param, name in self.names.items()}
+        for param, name in self.names.items():
+            named |= {f"{name}:{slot}": state for slot, state in dist.opt.slots(param).items()}
+        if not are_equal(self._communicator, "parameters and optimizer states", named):
+            tensors = by_name(named)
             arrays = [tensor.array for tensor in tensors]
             for tensor in tensors:
                 tensor.device.backend.activate()

@@ -493,6 +493,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         scheme, self._called = self._called, None
         self._guard_attributes()
         if scheme is None:  # a call has done so at its start
+            self._check_sent()
             self._compare_if_loaded()
         self.opt.step()
         if scheme is None:

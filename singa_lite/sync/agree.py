@@ -6,7 +6,7 @@ Every function here is a collective: all ranks must call it. A difference is a C
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,11 @@ def _text(entries: Mapping[str, Json], name: str) -> str:
     return str(entries[name]) if name in entries else "not there"
 
 
+def by_name(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the Tensors in the order of their names, which all ranks have alike: a model may be made in another."""
+    return [tensor for _, tensor in sorted(tensors.items(), key=lambda item: str(item[0]))]
+
+
 def compare_models(
     communicator: Communicator, states: Mapping[str, Tensor], optimizer: Mapping[str, Json]
 ) -> None:
@@ -83,15 +88,15 @@ def compare_progress(
         compare(communicator, states, mine, cure)
 
 
-def are_equal(communicator: Communicator, what: str, tensors: Iterable[Tensor]) -> bool:
-    """Return whether the bits of ``tensors`` are equal on all ranks."""
-    values = {str(number): to_numpy(tensor) for number, tensor in enumerate(tensors)}
+def are_equal(communicator: Communicator, what: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether the bits of ``tensors``, by name, are equal on all ranks."""
+    values = {name: to_numpy(tensor) for name, tensor in tensors.items()}
     return len(set(communicator.all_gather_object("".join(_digests(values).values()), name=what))) == 1
 
 
 def _digests(values: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Return a hash of 8 bytes of each array, by name."""
-    return {name: _digest(array.tobytes()) for name, array in values.items()}
+    """Return a hash of 8 bytes of each array, in the order of their names."""
+    return {name: _digest(values[name].tobytes()) for name in sorted(values)}
 
 
 def _digest(content: bytes) -> str:

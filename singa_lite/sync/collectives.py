@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 from ..comm.base import Communicator
 from ..comm.work import Traffic
-from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
+from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_bool
 from ..graph.clock import StepTimes, end_step
 from ..graph.recorder import break_graph, persist
 from ..tensor import Tensor
 from ..tensor.checks import listed
 from ..tensor.core import check_tensor
+from .agree import by_name
 from .arrays import GivenArray, RawOrTensor
 from .fp16 import HalfMessage
 from .sparse import SparseMessage
@@ -101,15 +102,20 @@ class ArrayCollectives:
         self._times = times if is_timed else None
 
     def broadcast(self, params: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
-        """Copy rank 0's values of ``params``, Tensors or those of a dict such as ``get_params()``, to every rank."""
-        tensors = params.values() if isinstance(params, Mapping) else params
+        """Copy rank 0's values to every rank.
+
+        Args:
+            params: Tensors in an order that is the same on all ranks, or by name such as ``get_params()`` gives, where
+                the order does not matter.
+        """
+        tensors = by_name(params) if isinstance(params, Mapping) else params
         self.communicator.broadcast(_lasting(tensors), 0, name=self.collective_name("parameters")).wait()
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
         if not hasattr(model, "get_states"):
             raise OptionError(f"DistOpt: synchronize: expected a Model or Layer, got {type(model).__name__}")
-        arrays = _lasting(model.get_states().values())
+        arrays = _lasting(by_name(model.get_states()))
         self.communicator.all_reduce(arrays, "mean", name=self.collective_name("synchronize")).wait()
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
@@ -120,7 +126,10 @@ class ArrayCollectives:
         self._sum(_shapes_of([given]), given)
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
-        """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
+        """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends.
+
+        GraphError, by ``step()``: some were never sent.
+        """
         self._fuse("sum", tensor, send, self._sum)
 
     def _sum(self, shapes: str, given: GivenArray) -> None:
@@ -198,6 +207,16 @@ class ArrayCollectives:
             gather = self.communicator.all_gather(count_selected(message, spars), name=message.name)
             send_selected(message, spars, backend.to_numpy(gather.wait()).ravel().tolist())
         message.merge(1.0)
+
+    def _check_sent(self) -> None:
+        """Raise GraphError, and drop them, if arrays were put aside that no call has sent."""
+        kept = {kind: len(arrays) for kind, arrays in self._fused.items() if arrays}
+        if kept:
+            self._fused = {kind: [] for kind in self._fused}
+            raise GraphError(
+                f"DistOpt: step: {sum(kept.values())} arrays were put aside by send=False and never sent: this rank "
+                "may have updated by its own gradients; call it once more with send=True before the update"
+            )
 
     def wait(self) -> None:
         """Kept for SINGA scripts: the calls above have ended when they return."""

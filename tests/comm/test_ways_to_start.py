@@ -580,24 +580,76 @@ def test_a_forked_child_of_a_rank_does_not_close_its_world(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-AT_EXIT = """
-import atexit
+WAYS = pytest.mark.parametrize("way", ["singa-lite", "mpiexec"])
+JOINS = """
 import numpy as np
 from singa_lite import opt
 communicator = opt.DistOpt().communicator
 communicator.all_reduce(np.zeros(2, np.float32), "sum").wait()
-if communicator.rank == 1:
-    atexit.register(lambda: [].pop())
 """
+# the last registered runs first: "before" and the print after this package has left the world
+AT_EXIT = {
+    "before": "import atexit\natexit.register(print, 'still done')\natexit.register(lambda: [].pop())\n"
+    + JOINS,
+    "after": "import atexit\natexit.register(print, 'still done')\n"
+    + JOINS
+    + "if communicator.rank == 1:\n    atexit.register(lambda: [].pop())\n",
+}
 
 
-@pytest.mark.parametrize("way", ["singa-lite", "mpiexec"])
-def test_an_error_in_a_function_of_atexit_fails_the_job(tmp_path, way):
+def run_two(way: str, script: Path) -> subprocess.CompletedProcess[str]:
     if way == "mpiexec" and (reason := mpi_missing()):
         pytest.skip(reason)
-    script = str(write_script(tmp_path, AT_EXIT))
     start = [sys.executable, "-m", "singa_lite", "run", "-n", "2"]
     start = start if way == "singa-lite" else [str(_mpiexec()), "-n", "2", sys.executable]
-    result = run_command([*start, script])
+    return run_command([*start, str(script)])
+
+
+@WAYS
+@pytest.mark.parametrize("registered", AT_EXIT)
+def test_an_error_in_a_function_of_atexit_fails_the_job(tmp_path, way, registered):
+    result = run_two(way, write_script(tmp_path, AT_EXIT[registered]))
     assert result.returncode != 0 and "IndexError: pop from empty list" in result.stderr, result
+    assert "still done" in result.stdout
     assert_nothing_left(tmp_path)
+
+
+@WAYS
+def test_a_thread_that_fails_before_its_process_joins_fails_the_job(tmp_path, way):
+    thread = (
+        "thread = threading.Thread(target=lambda: [].pop(), name='loader')\nthread.start()\nthread.join()\n"
+    )
+    result = run_two(way, write_script(tmp_path, "import threading, singa_lite\n" + thread + JOINS))
+    assert result.returncode != 0, result
+    assert "CommError: connect: thread 'loader': IndexError: pop from empty list; this" in result.stderr
+    assert_nothing_left(tmp_path)
+
+
+@WAYS
+def test_a_daemon_thread_that_fails_before_its_process_joins_fails_nothing(tmp_path, way):
+    thread = (
+        "thread = threading.Thread(target=lambda: [].pop(), daemon=True)\nthread.start()\nthread.join()\n"
+    )
+    result = run_two(way, write_script(tmp_path, "import threading, singa_lite\n" + thread + JOINS))
+    assert result.returncode == 0 and "IndexError" in result.stderr, result
+
+
+def test_what_a_rank_calls_after_its_thread_has_failed_names_the_cause(tmp_path):
+    text = JOINS + "import threading\nif communicator.rank == 1:\n"
+    text += "    thread = threading.Thread(target=lambda: [].pop())\n    thread.start()\n    thread.join()\n"
+    text += "communicator.all_reduce(np.zeros(2, np.float32), 'sum').wait()\n"
+    result = run_ranks_of(write_script(tmp_path, text), 2, is_patient=True)
+    assert result.returncode == 1
+    cause = "this communicator is closed: rank 1: this rank aborted: thread .*IndexError: pop from empty list"
+    assert re.search(f"CommError: rank 1: {cause}", result.stderr), result.stderr
+
+
+def test_peers_get_the_error_of_a_script_with_an_excepthook_of_its_own(tmp_path):
+    text = (
+        STEP
+        + "if rank == 1:\n    sys.excepthook = lambda *_: print('mine')\n    raise ValueError('the cause')\n"
+    )
+    result = run_ranks_of(write_script(tmp_path, text + AGAIN), 3, is_patient=True)
+    assert result.returncode == 1 and "[1] mine" in result.stdout
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank}: .*rank 1 aborted: ValueError: the cause", result.stderr), result

@@ -287,6 +287,20 @@ def test_a_wrong_command_line_says_what_is_wrong(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/0", "pipe"])
+def test_a_script_that_only_one_process_could_read_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    with open(write_script(tmp_path, "print('trained')")) as script:
+        result = subprocess.run(
+            [sys.executable, "-m", "singa_lite", "run", "-n", "2", str(tmp_path / name)],
+            stdin=script,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    assert result.returncode == 2 and "is no file that every process can read" in result.stderr, result
+
+
 def test_a_process_with_a_wrong_command_line_ends_with_2():
     result = run_command([sys.executable, "-m", "singa_lite", "run", "-n", "0", "script.py"])
     assert result.returncode == 2

@@ -19,7 +19,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.errors import CommError, OptionError
 from singa_lite.sync import find_schemes
-from singa_lite.tensor import Tensor
+from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
 # of six steps one at least must send something
@@ -521,3 +521,47 @@ def sums_of_other_shapes(communicator: Any) -> list[str]:
 def test_sums_of_arrays_of_one_size_and_other_shapes_are_an_error(size: int) -> None:
     for found in run_ranks(sums_of_other_shapes, size):
         assert all("[2, 3]" in text and "[3, 2]" in text for text in found), found
+
+
+class OwnOrder(model.Model):
+    """Two layers of one shape and a norm, made in another order on another rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        made = {"first": layer.Linear(4), "norm": layer.BatchNorm2d(), "second": layer.Linear(4)}
+        for name in [*made] if rank == 0 else [*made][::-1]:
+            setattr(self, name, made[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x)))
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def own_order(communicator: Any, dist_option: str, use_graph: bool) -> None:
+    net = OwnOrder(communicator.rank)
+    net.set_optimizer(
+        opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator, dist_option=dist_option)
+    )
+    rng = np.random.default_rng(communicator.rank)
+    batches = [
+        (Tensor(data=rng.standard_normal((6, 4))), Tensor(data=rng.standard_normal((6, 4)))) for _ in range(6)
+    ]
+    net.compile([batches[0][0]], is_train=True, use_graph=use_graph)
+    for x, y in batches:
+        net(x, y)
+    net.optimizer.synchronize(net)
+    values = {name: to_numpy(tensor).tolist() for name, tensor in sorted(net.get_states().items())}
+    everyone = communicator.all_gather_object(values)
+    assert all(theirs == everyone[0] for theirs in everyone), everyone
+    net.optimizer.broadcast(dict(net.get_params()))
+    assert {name: to_numpy(tensor).tolist() for name, tensor in sorted(net.get_states().items())} == values
+
+
+@pytest.mark.parametrize(("dist_option", "use_graph"), CASES)
+def test_ranks_may_make_their_layers_in_other_orders(dist_option: str, use_graph: bool) -> None:
+    for errors in errors_of(own_order, 3):
+        assert errors[dist_option, use_graph] is None, errors[dist_option, use_graph]

@@ -12,7 +12,7 @@ import pytest
 from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.errors import CommError, OptionError
+from singa_lite.errors import CommError, GraphError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -343,3 +343,28 @@ def test_options_that_steps_by_hand_do_not_keep_are_refused(options: dict[str, A
             update([(net.linear.W, Tensor(net.linear.W.shape))])
     autograd.training = False
     np.testing.assert_array_equal(to_numpy(net.linear.W), before)
+
+
+def puts_aside(communicator: Communicator, half: bool) -> tuple[str, list[float]]:
+    """The error of a step whose gradients nobody sends, and the parameter after a step that is right."""
+    sgd = opt.DistOpt(opt.SGD(lr=1.0), communicator=communicator)
+    fused = sgd.fused_all_reduce_half if half else sgd.fused_all_reduce
+    param, text = Tensor(data=np.zeros(2), stores_grad=True, name="w"), ""
+    grad = Tensor(data=np.full(2, communicator.rank + 1.0))
+    fused([grad], send=False)
+    try:
+        sgd.step()
+    except GraphError as error:
+        text = str(error)
+    fused([grad], send=False)
+    fused([], send=True)
+    sgd.update(param, grad)
+    sgd.step()
+    return text, to_numpy(param).tolist()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_gradients_that_were_put_aside_and_never_sent_are_an_error(half: bool) -> None:
+    for text, values in run_ranks(puts_aside, 3, half):
+        assert "DistOpt: step: 1 arrays were put aside by send=False and never sent" in text
+        assert values == [-2.0, -2.0]  # by the mean of 1, 2, 3

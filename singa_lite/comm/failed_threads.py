@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of a rank that fail before it joins its world, when nobody can be told yet."""
+
+from __future__ import annotations
+
+import threading
+
+from ..config import state
+from ..errors import CommError
+from .error_stream import text_of
+
+
+def note_failed_threads() -> None:
+    """Note from now on, until this process joins, the first thread that ends by an exception."""
+    before = threading.excepthook
+
+    def note(arguments: threading.ExceptHookArgs) -> None:
+        before(arguments)
+        if is_failure(arguments) and not state.failed_thread:
+            state.failed_thread = reason_of(arguments)
+
+    threading.excepthook = note
+
+
+def is_failure(arguments: threading.ExceptHookArgs) -> bool:
+    """Return whether a thread's end is a failure: a daemon's work is nobody's loss, and SystemExit ends it alone."""
+    thread = arguments.thread
+    return thread is not None and not thread.daemon and arguments.exc_type is not SystemExit
+
+
+def reason_of(arguments: threading.ExceptHookArgs) -> str:
+    """Return the thread's name and its exception."""
+    name = arguments.thread.name if arguments.thread is not None else ""
+    return f"thread {name!r}: {text_of(arguments.exc_value or arguments.exc_type())}"
+
+
+def check_no_failed_thread() -> None:
+    """Raise CommError if a thread has failed before this process joins."""
+    if state.failed_thread:
+        raise CommError(f"connect: {state.failed_thread}; this process does not join")
