@@ -22,7 +22,7 @@ from ..config import state
 from ..errors import CommError
 from .dispatch import DispatchCommunicator
 from .error_stream import tell, text_of
-from .failed_threads import check_no_failed_thread, is_failure, reason_of
+from .failed_threads import check_no_failed_thread, fails_job, reason_of
 from .link_communicator import LinkCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
@@ -167,7 +167,7 @@ class ExitHooks:
 
     def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         self._thread_excepthook(arguments)
-        if is_failure(arguments):
+        if fails_job(arguments):
             self.note_failure()
             self._fail(reason_of(arguments))
 

@@ -16,14 +16,14 @@ def note_failed_threads() -> None:
 
     def note(arguments: threading.ExceptHookArgs) -> None:
         before(arguments)
-        if is_failure(arguments) and not state.failed_thread:
+        if fails_job(arguments) and not state.failed_thread:
             state.failed_thread = reason_of(arguments)
 
     threading.excepthook = note
 
 
-def is_failure(arguments: threading.ExceptHookArgs) -> bool:
-    """Return whether a thread's end is a failure: a daemon's work is nobody's loss, and SystemExit ends it alone."""
+def fails_job(arguments: threading.ExceptHookArgs) -> bool:
+    """Return whether a thread has failed whose work counts: none of a daemon, and SystemExit ends a thread alone."""
     thread = arguments.thread
     return thread is not None and not thread.daemon and arguments.exc_type is not SystemExit
 

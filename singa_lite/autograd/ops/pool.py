@@ -71,7 +71,9 @@ def max_pool_2d(
     stride: int | Sequence[int] | None = None,
     padding: int | Sequence[int] = 0,
 ) -> Tensor:
-    """Return the largest element of each window; the gradient goes to the first of equals. Padding never wins.
+    """Return the largest element of each window; the gradient goes to the first of equals.
+
+    Padding wins over nothing but -inf. Of a window with NaN that is the result, and any element has its gradient.
 
     Args:
         x: float tensor (N, C, H, W).
