@@ -60,13 +60,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a module at the first use of its name."""
-    if name == "NcclIdHolder":
-        return import_module(f"{__name__}.singa_wrap").NcclIdHolder
-    if name in __all__:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take every name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        """Import a module at the first use of its name."""
+        if name == "NcclIdHolder":
+            return import_module(f"{__name__}.singa_wrap").NcclIdHolder
+        if name in __all__:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ class State:
         flight_recorders: those of its communicators (comm.flight_recorder.FlightRecorder).
         reports_at_sigquit: the process that does (comm.flight_signals).
         writes_stacks: likewise the process that does for others (comm.stacks).
-        failed_thread: the first that failed before this process joined (comm.failed_threads), "" for none.
+        failed_thread: the last that failed before this process joined (comm.failed_threads), "" for none.
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
         nccl_deadline: time.monotonic() from which on nobody waits for NCCL's end where this process ends, or None.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
@@ -146,6 +147,14 @@ class State:
 
 state = State()
 this_thread = OfThread()
+
+
+def of_face(name: str) -> Any:
+    """Return a module of the package's public face, imported now if it was not yet, for names that are found below it.
+
+    Layers are in autograd too, as SINGA has them, and Tensors have operators, whatever a script has imported.
+    """
+    return getattr(sys.modules[__package__], name)
 
 
 def env(switch: str, default: str | None = None) -> str | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,13 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" or dtype == bfloat16
 
 
+@cache
+def largest_of(dtype: np.dtype[Any]) -> float:
+    """Return the largest finite number of a float ``dtype``."""
+    return float(ml_dtypes.finfo(dtype).max)
+
+
+@lru_cache(maxsize=100)
 def largest_below(number: float, dtype: np.dtype[Any]) -> float:
     """Return the largest number of a float ``dtype`` below ``number``; infinity if that is too large for it."""
     with np.errstate(over="ignore"):

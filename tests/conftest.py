@@ -33,7 +33,7 @@ SERVANTS = (
 )
 # files that take longest, for pytest-xdist: what begins last should not take long
 LONGEST_FIRST = (
-    *("test_build", "test_dist_on_cuda", "test_ways_to_start", "test_launch", "test_examples", "test_nccl"),
+    *("test_build", "test_dist_on_cuda", "test_ways_to_start", "test_one_host", "test_examples", "test_nccl"),
     *("test_every_op", "test_job", "test_mpi", "test_stopping", "test_contract", "test_sync", "test_restart"),
     *("test_flight_recorder", "test_dist_sync", "test_hierarchical", "test_trainer", "test_failures"),
     *("test_one_file_schemes", "test_examples_cifar", "test_sync_settings", "test_notebook", "test_p2p"),

@@ -702,7 +702,7 @@ def test_an_abort_is_an_error_of_all_peers_that_says_why(transport: str) -> None
     if transport == "mpi" and (reason := mpi_missing()):
         pytest.skip(reason)
     waits_in_world, own, waits_in_group = run_ranks(aborts, 3, transport=transport)
-    assert "closed" in own
+    assert "closed" in own and "this rank aborted: the data of rank 1 are not there" in own
     for text in (waits_in_world, waits_in_group):
         assert "aborted: the data of rank 1 are not there" in text
 

@@ -41,10 +41,26 @@ def test_layers_are_found_in_autograd_however_it_is_imported(statements: str) ->
 {statements}
 from singa_lite import layer
 assert autograd.Linear is layer.Linear and autograd.Conv2d is layer.Conv2d
-assert not hasattr(autograd, "linear_layer") and not hasattr(autograd, "sys_modules")
+assert not hasattr(autograd, "Lineal") and {{"Linear", "relu"}} <= set(dir(autograd)) and "Linear" in vars(autograd)
 """
     result = run_command([sys.executable, "-c", check])
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("start", ["from singa_lite.tensor import Tensor", "from singa_lite import tensor"])
+def test_a_tensor_alone_has_its_operators(start: str) -> None:
+    check = f"""
+{start}
+import numpy as np
+a = {"Tensor" if "Tensor" in start else "tensor.Tensor"}(data=np.ones((2, 2)))
+print((a + a * 2 - a @ a)[0].shape, [row.shape for row in -a], abs(a).dtype)
+try:
+    a.backward()
+except Exception as error:
+    print(type(error).__name__)
+"""
+    result = run_command([sys.executable, "-c", check])
+    assert result.stdout.splitlines() == ["(1, 2) [(1, 2), (1, 2)] float32", "GraphError"], result.stderr
 
 
 def test_each_public_name_may_be_the_first() -> None:

@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..config import this_thread
+from ..config import of_face, this_thread
 from ..tensor import OPERATORS
 from . import ops
 from .accumulate import BackwardCallback, backward_into_grads
@@ -30,11 +30,22 @@ class _Autograd(ModuleType):
         this_thread.training = bool(value)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a layer, which SINGA scripts find here too; layers are above, so the face of the package has them."""
-        layers = {} if name.startswith("__") else vars(sys.modules[__package__.split(".")[0]].layer)
-        if name not in layers.get("__all__", ()):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return layers[name]
+        """Find the layers here too, as SINGA scripts do, from the first use of a name on."""
+        if not name.startswith("_"):
+            _add_layers()
+        try:
+            return vars(self)[name]
+        except KeyError:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
+
+    def __dir__(self) -> list[str]:
+        _add_layers()
+        return sorted(vars(self))
+
+
+def _add_layers() -> None:
+    layer = of_face("layer")
+    globals().update({name: getattr(layer, name) for name in getattr(layer, "__all__", ())})
 
 
 if TYPE_CHECKING:

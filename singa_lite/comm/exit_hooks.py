@@ -47,7 +47,7 @@ class ExitHooks:
         self.messengers: list[Messenger] = []
         self.mpi_job: MpiJob | None = None
         self._pid = os.getpid()
-        self._ends_at_once = self._has_aborted = False
+        self._ends_at_once = self._has_aborted = self._reports_first = False
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
@@ -66,7 +66,9 @@ class ExitHooks:
         check_no_failed_thread()
         with self.mpi_job.joining() if self.mpi_job else contextlib.nullcontext():
             yield
-        self.at_exit(_do_nothing)  # reports an exception before weakref.finalize closes what has joined
+        if not self._reports_first:  # before weakref.finalize closes what has joined now
+            self._reports_first = True
+            self.at_exit(_do_nothing)
 
     def at_exit(self, call: Callable[[], None]) -> Callable[[], None]:
         """Register ``call`` for the end of this process, the latest one first; return what unregisters it."""
@@ -137,8 +139,8 @@ class ExitHooks:
         Multiprocessing catches it, and calls this meanwhile; or the script has a sys.excepthook of its own.
         """
         error = sys.exc_info()[1]
-        if error is None and sys.excepthook != self._uncaught and not hasattr(sys, "ps1"):
-            error = getattr(sys, "last_value", None)  # that of a prompt has ended nothing
+        if error is None and sys.excepthook != self._uncaught:
+            error = _end_of_script()
         if error is not None and _is_failure(error) and not self._has_aborted:
             _flush()
             self._abort(text_of(error))
@@ -167,7 +169,7 @@ class ExitHooks:
 
     def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         self._thread_excepthook(arguments)
-        if fails_job(arguments):
+        if fails_job(arguments) and not self.is_of_parent:
             self.note_failure()
             self._fail(reason_of(arguments))
 
@@ -193,6 +195,17 @@ def exit_hooks() -> ExitHooks:
         state.exit_hooks = ExitHooks()
     hooks: ExitHooks = state.exit_hooks
     return hooks
+
+
+def _end_of_script() -> BaseException | None:
+    """Return the exception that has left the script itself; not one that others, such as a prompt, have handled."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    traceback = None if error is None else error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") == "runpy":
+        traceback = traceback.tb_next
+    frame = None if traceback is None else traceback.tb_frame
+    is_script = frame is not None and frame.f_globals is vars(sys.modules["__main__"])
+    return error if is_script and not hasattr(sys, "ps1") else None
 
 
 def _do_nothing() -> None:

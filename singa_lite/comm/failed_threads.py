@@ -11,12 +11,12 @@ from .error_stream import text_of
 
 
 def note_failed_threads() -> None:
-    """Note from now on, until this process joins, the first thread that ends by an exception."""
+    """Note, until this process joins, the last thread that ends by an exception."""
     before = threading.excepthook
 
     def note(arguments: threading.ExceptHookArgs) -> None:
         before(arguments)
-        if fails_job(arguments) and not state.failed_thread:
+        if state.exit_hooks is None and fails_job(arguments):
             state.failed_thread = reason_of(arguments)
 
     threading.excepthook = note
@@ -30,8 +30,8 @@ def fails_job(arguments: threading.ExceptHookArgs) -> bool:
 
 def reason_of(arguments: threading.ExceptHookArgs) -> str:
     """Return the thread's name and its exception."""
-    name = arguments.thread.name if arguments.thread is not None else ""
-    return f"thread {name!r}: {text_of(arguments.exc_value or arguments.exc_type())}"
+    assert arguments.thread is not None
+    return f"thread {arguments.thread.name!r}: {text_of(arguments.exc_value or arguments.exc_type())}"
 
 
 def check_no_failed_thread() -> None:

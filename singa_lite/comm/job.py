@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import env
@@ -134,12 +134,10 @@ def _num_servers(size: int) -> int:
     return int(str(text))
 
 
-def _rank_and_size(
-    rank_name: str, size_name: str, environ: Mapping[str, str] = os.environ
-) -> tuple[int, int]:
+def _rank_and_size(rank_name: str, size_name: str) -> tuple[int, int]:
     numbers = []
     for name in (rank_name, size_name):
-        text = environ.get(name, "")
+        text = os.environ.get(name, "")
         if not re.fullmatch(r"[0-9]+", text):
             raise CommError(f"find_world: {name}={text!r} in the environment is not a whole number >= 0")
         numbers.append(int(text))

@@ -27,6 +27,7 @@ from .several_hosts import Placement, srun_line
 
 RSH = "ssh"
 MAX_HOSTS = 1024
+DESCRIPTOR = re.compile(r"/dev/(stdin|fd/.*)|/proc/[^/]+/(task/[^/]+/)?fd/.*")
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
     "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--trace FILE] "
@@ -183,11 +184,19 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
         return ["-m", *command]
     if not os.path.exists(command[0]):  # False too, not an OSError, of a name too long
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
-    place = os.path.dirname(os.path.abspath(command[0]))
-    is_of_launcher = place in ("/dev", "/dev/fd") or place.startswith("/proc/")  # as /dev/stdin
-    if is_of_launcher or not (os.path.isfile(command[0]) or os.path.isdir(command[0])):
+    is_file = os.path.isfile(command[0]) or os.path.isdir(command[0])
+    if options.num_workers > 1 and (not is_file or _is_descriptor(command[0])):
         parser.error(f"{command[0]!r} is no file that every process can read; write the script to one")
     return command
+
+
+def _is_descriptor(path: str) -> bool:
+    """Return whether a path leads to an open file of the process that looks, as /dev/stdin does."""
+    while not DESCRIPTOR.fullmatch(path := os.path.abspath(path)):
+        if not os.path.islink(path):
+            return False
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+    return True
 
 
 def _tracing(path: Path | None) -> AbstractContextManager[dict[str, str]]:

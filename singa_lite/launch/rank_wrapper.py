@@ -173,7 +173,7 @@ class Script:
 
 
 def main(command: list[str]) -> int:
-    """Run ``command``; the variable SINGA_LITE_WRAPPER is the JSON text that ``launch_hosts._describe`` returns."""
+    """Run ``command``; the variable SINGA_LITE_WRAPPER is the JSON text that ``several_hosts._describe`` returns."""
     job: dict[str, Any] = json.loads(os.environ.pop("SINGA_LITE_WRAPPER"))
     process = job["processes"][int(os.environ["PMI_RANK"])]
     name = f"{process['name']} on {process['host']}"

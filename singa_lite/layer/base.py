@@ -20,7 +20,7 @@ import numpy as np
 
 from ..config import this_thread
 from ..dtypes import bfloat16, is_float, is_narrow
-from ..errors import CheckpointError, DeviceError, DTypeError, GraphError, ShapeError
+from ..errors import CheckpointError, DeviceError, DTypeError, GraphError, OptionError, ShapeError, is_one_of
 from ..tensor import Tensor, float32, to_numpy
 from ..tensor.checks import as_numbers
 from ..tensor.core import check_tensor
@@ -226,6 +226,12 @@ class Layer:
                 f"{self!r}: expected {expected} {what} but the input has {came}; "
                 "check the layer before, or leave the input size out and let the first call decide"
             )
+
+
+def check_once(where: str, name: str, by_place: object, by_name: object, default: object) -> None:
+    """Raise OptionError if an argument in its place is given by name too, as another value, the default left aside."""
+    if not is_one_of(by_name, (default, by_place)):
+        raise OptionError(f"{where}: {name} is given twice, as {by_place!r} and {name}={by_name!r}")
 
 
 def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from .. import autograd, initializer
 from ..autograd.ops.window import pair
-from ..errors import OptionError, ShapeError, check_bool, check_choice, check_int, is_one_of
+from ..errors import OptionError, ShapeError, check_bool, check_choice, check_int
 from ..tensor import Tensor
-from .base import Layer
+from .base import Layer, check_once
 from .padding import PAD_MODES, same_pad
 
 __all__ = ["Conv2d", "SeparableConv2d"]
@@ -68,7 +68,9 @@ class Conv2d(Layer):
             if len(args) > len(names):
                 raise OptionError(f"Conv2d: {len(args)} arguments after (in, out), at most {names}")
             rest: tuple[Any, ...] = (kernel_size, stride, padding, dilation, group, bias)
-            _check_once("Conv2d", names[1 : len(args)], rest[1:], (1, 0, 1, 1, True))
+            defaults = (None, 1, 0, 1, 1, True)
+            for name, *values in list(zip(names, args, rest, defaults, strict=False))[1:]:
+                check_once("Conv2d", name, *values)
             kernel_size, stride, padding, dilation, group, bias = args + rest[len(args) :]
         if self.in_channels is not None:
             check_int("Conv2d", "in_channels", self.in_channels, 1)
@@ -160,7 +162,10 @@ class SeparableConv2d(Layer):
                 raise OptionError(
                     f"SeparableConv2d: {len(args)} arguments after (in, out), at most kernel_size, stride, padding"
                 )
-            _check_once("SeparableConv2d", ("stride", "padding")[: len(args) - 1], (stride, padding), (1, 0))
+            for name, *values in zip(
+                ("stride", "padding"), args[1:], (stride, padding), (1, 0), strict=False
+            ):
+                check_once("SeparableConv2d", name, *values)
             kernel_size, stride, padding = args + (kernel_size, stride, padding)[len(args) :]
             check_int("SeparableConv2d", "in_channels", self.in_channels, 1)
         self.nb_kernels = check_int("SeparableConv2d", "nb_kernels", nb_kernels, 1)
@@ -188,15 +193,6 @@ class SeparableConv2d(Layer):
         """x (N, C, H, W) -> (N, outputs, oh, ow)."""
         _check_images(self, x)
         return self.point_conv(self.depthwise_conv(x))
-
-
-def _check_once(
-    where: str, names: Sequence[str], given: Sequence[object], defaults: Sequence[object]
-) -> None:
-    """Raise OptionError if an argument of the longer style is also given by name; ``names`` begin ``given``."""
-    for name, value, default in zip(names, given, defaults, strict=False):
-        if not is_one_of(value, (default,)):
-            raise OptionError(f"{where}: {name} is given twice, by its place and as {name}={value!r}")
 
 
 def _check_images(layer: Conv2d | SeparableConv2d, x: Tensor) -> None:

@@ -20,7 +20,7 @@ from ..errors import (
     is_one_of,
 )
 from ..tensor import Tensor, float32, to_numpy
-from .base import Layer
+from .base import Layer, check_once
 
 __all__ = ["Embedding", "Gemm", "Linear", "MultiHeadAttention"]
 
@@ -53,8 +53,8 @@ class Linear(Layer):
         sizes = [check_int("Linear", "size", size, 1) for size in (out_features, *args[:1])]
         self.in_features = sizes[0] if args else None
         self.out_features = sizes[-1]
-        if len(args) == 2 and not check_bool("Linear", "bias", bias):
-            raise OptionError(f"Linear: bias is given twice, as {args[1]!r} and bias={bias!r}")
+        if len(args) == 2:
+            check_once("Linear", "bias", args[1], bias, True)
         self.bias = check_bool("Linear", "bias", args[1] if len(args) == 2 else bias)
 
     def initialize(self, x: Tensor) -> None:

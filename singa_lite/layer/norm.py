@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from .. import autograd
 from ..autograd.ops.norm import check_rates
 from ..dtypes import accumulation_dtype
-from ..errors import OptionError, ShapeError, check_int, is_one_of
+from ..errors import OptionError, ShapeError, check_int
 from ..tensor import Tensor
-from .base import Layer
+from .base import Layer, check_once
 
 __all__ = ["BatchNorm2d", "LayerNorm"]
 
@@ -44,10 +44,8 @@ class BatchNorm2d(Layer):
         if len(args) > 2:
             raise OptionError(f"BatchNorm2d: expected (channels) or (channels, momentum), got {args}")
         self.channels = check_int("BatchNorm2d", "channels", args[0], 1) if args else None
-        if len(args) == 2 and not is_one_of(momentum, (0.9,)):
-            raise OptionError(
-                f"BatchNorm2d: momentum is given twice, as {args[1]!r} and momentum={momentum!r}"
-            )
+        if len(args) == 2:
+            check_once("BatchNorm2d", "momentum", args[1], momentum, 0.9)
         self.momentum, self.eps = check_rates("BatchNorm2d", args[1] if len(args) == 2 else momentum, eps)
 
     def initialize(self, x: Tensor) -> None:

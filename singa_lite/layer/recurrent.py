@@ -171,9 +171,8 @@ class RNN(RNN_Base):
         if all(weight is None for weight in given.values()):
             return self([x], h)[1]  # type: ignore[no-any-return]
         if Wx is None or Wh is None or (b is None) == self.bias:
-            raise OptionError(
-                f"{self!r}: step_forward: give all of Wx, Wh{' and b' if self.bias else ''}, or none"
-            )
+            wanted = "Wx, Wh and b" if self.bias else "Wx and Wh, as there is no bias"
+            raise OptionError(f"{self!r}: step_forward: give all of {wanted}, or none")
         shapes = (
             (self.input_size, self.hidden_size),
             (self.hidden_size, self.hidden_size),

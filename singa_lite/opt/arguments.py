@@ -57,7 +57,8 @@ def make(base: type[Made], name: object, arguments: Mapping[str, Any]) -> Made:
 
 def _find(base: type[Made], name: object) -> type[Made]:
     kinds = _subclasses(base)
-    found = {(kind.__module__, kind.__qualname__): kind for kind in kinds if kind.__name__ == name}
+    called = [kind for kind in kinds if isinstance(name, str) and kind.__name__ == name]
+    found = {(kind.__module__, kind.__qualname__): kind for kind in called}
     if len(found) > 1:
         paths = " and ".join(".".join(path) for path in found)
         raise OptionError(f"create: {len(found)} classes are called {name}: {paths}; rename one")

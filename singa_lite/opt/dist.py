@@ -270,6 +270,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
                 scheme's first step about its options too.
         """
         check_recorded(loss)
+        self._check_sent()
         self._guard_attributes()
         if threshold is not None:
             check_int("DistOpt", "threshold", threshold, 0)
@@ -492,7 +493,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         """Count a step; compare the ranks where ``check_every`` says so, or states were loaded."""
         scheme, self._called = self._called, None
         self._guard_attributes()
-        if scheme is None:  # a call has done so at its start
+        if scheme is None:  # a call has done both at its start
             self._check_sent()
             self._compare_if_loaded()
         self.opt.step()

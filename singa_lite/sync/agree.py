@@ -49,8 +49,13 @@ def _text(entries: Mapping[str, Json], name: str) -> str:
 
 
 def by_name(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the Tensors in the order of their names, which all ranks have alike: a model may be made in another."""
-    return [tensor for _, tensor in sorted(tensors.items(), key=lambda item: str(item[0]))]
+    """Return the Tensors in the order of their names, as a model may be made in another order on another rank."""
+    return [tensors[name] for name in sorted(tensors, key=str)]
+
+
+def text_of_names(tensors: Mapping[str, Tensor]) -> str:
+    """Return what a collective of ``by_name(tensors)`` is called, so that ranks with other names are an error."""
+    return f"of {len(tensors)} names, hash {_digest(repr(sorted(map(str, tensors))).encode())}"
 
 
 def compare_models(

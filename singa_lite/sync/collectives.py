@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 from ..comm.base import Communicator
 from ..comm.work import Traffic
-from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_bool
+from ..errors import CommError, DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.clock import StepTimes, end_step
 from ..graph.recorder import break_graph, persist
 from ..tensor import Tensor
 from ..tensor.checks import listed
 from ..tensor.core import check_tensor
-from .agree import by_name
+from .agree import by_name, text_of_names
 from .arrays import GivenArray, RawOrTensor
 from .fp16 import HalfMessage
 from .sparse import SparseMessage
@@ -108,15 +108,19 @@ class ArrayCollectives:
             params: Tensors in an order that is the same on all ranks, or by name such as ``get_params()`` gives, where
                 the order does not matter.
         """
-        tensors = by_name(params) if isinstance(params, Mapping) else params
-        self.communicator.broadcast(_lasting(tensors), 0, name=self.collective_name("parameters")).wait()
+        name = "parameters"
+        if isinstance(params, Mapping):
+            name = f"parameters {text_of_names(params)}"
+            params = by_name(params)
+        self.communicator.broadcast(_lasting(params), 0, name=self.collective_name(name)).wait()
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
         if not hasattr(model, "get_states"):
             raise OptionError(f"DistOpt: synchronize: expected a Model or Layer, got {type(model).__name__}")
-        arrays = _lasting(by_name(model.get_states()))
-        self.communicator.all_reduce(arrays, "mean", name=self.collective_name("synchronize")).wait()
+        states = model.get_states()
+        name = self.collective_name(f"synchronize {text_of_names(states)}")
+        self.communicator.all_reduce(_lasting(by_name(states)), "mean", name=name).wait()
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
@@ -128,7 +132,7 @@ class ArrayCollectives:
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends.
 
-        GraphError, by ``step()``: some were never sent.
+        CommError, by the next step: some were never sent.
         """
         self._fuse("sum", tensor, send, self._sum)
 
@@ -209,13 +213,13 @@ class ArrayCollectives:
         message.merge(1.0)
 
     def _check_sent(self) -> None:
-        """Raise GraphError, and drop them, if arrays were put aside that no call has sent."""
+        """Raise CommError, and drop them, if arrays were put aside that no call has sent."""
         kept = {kind: len(arrays) for kind, arrays in self._fused.items() if arrays}
         if kept:
             self._fused = {kind: [] for kind in self._fused}
-            raise GraphError(
-                f"DistOpt: step: {sum(kept.values())} arrays were put aside by send=False and never sent: this rank "
-                "may have updated by its own gradients; call it once more with send=True before the update"
+            raise CommError(
+                f"DistOpt, rank {self.communicator.rank}: {sum(kept.values())} arrays were put aside by send=False and "
+                "never sent, so this rank may have updated by its own gradients"
             )
 
     def wait(self) -> None:

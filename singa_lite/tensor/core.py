@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import state, this_thread
+from ..config import of_face, state, this_thread
 from ..device import Device, get_default_device
-from ..dtypes import accumulation_dtype, bfloat16, is_float
+from ..dtypes import accumulation_dtype, bfloat16, is_float, largest_of
 from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_number
 from ..graph.buffer import note_replaced
 from ..graph.memory import address_of
@@ -50,8 +50,20 @@ from .checks import (
 __all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_numpy"]
 
 Number = float | int
+
+
 # "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
-OPERATORS: dict[str, Callable[..., Any]] = {}
+class _Operators(dict[str, Callable[..., Any]]):
+    """Functions by name, which autograd puts here when it is imported."""
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        of_face("autograd")
+        if name not in self:
+            raise KeyError(name)
+        return self[name]
+
+
+OPERATORS = _Operators()
 SINGA_DTYPES = {"float": float32, "int": int32}  # where numpy's are of 64 bits
 
 
@@ -512,7 +524,7 @@ class Tensor:
 
     def gaussian(self, mean: float, std: float) -> Tensor:
         """Draw from the normal distribution of the device's random stream; OptionError unless both are finite."""
-        if not self._are_finite(check_number("gaussian", "mean", mean), check_number("gaussian", "std", std)):
+        if not self._holds(check_number("gaussian", "mean", mean), check_number("gaussian", "std", std)):
             raise OptionError(f"gaussian: mean = {mean} and std = {std} must be finite as {self.dtype}")
         return self._draw("random_normal", mean=mean, std=std)
 
@@ -523,24 +535,21 @@ class Tensor:
             OptionError: low > high, or one of them or high - low is not finite in this dtype.
         """
         low, high = check_number("uniform", "low", low), check_number("uniform", "high", high)
-        if low > high or not self._are_finite(high - low, low, high):
-            raise OptionError(f"uniform: low = {low} and high = {high} are no range of {self.dtype} numbers")
+        if is_float(self.dtype):  # or it is another error
+            holds_span = high - low <= largest_of(accumulation_dtype(self.dtype))
+            if low > high or not self._holds(low, high) or not holds_span:
+                raise OptionError(
+                    f"uniform: low = {low} and high = {high} are no range of {self.dtype} numbers"
+                )
         return self._draw("random_uniform", low=low, high=high)
 
     def bernoulli(self, p: float) -> Tensor:
         """Draw 1 with probability ``p``, else 0."""
         return self._draw("random_bernoulli", p=p)
 
-    def _are_finite(self, first: float, *others: float) -> bool:
-        """Return whether these are finite in this float dtype; the first in that in which it computes."""
-        if not is_float(self.dtype):
-            return True  # which is another error
-        with np.errstate(over="ignore"):
-            rounded = [
-                np.asarray(others).astype(self.dtype),
-                np.asarray(first).astype(accumulation_dtype(self.dtype)),
-            ]
-        return all(np.isfinite(numbers).all() for numbers in rounded)
+    def _holds(self, *numbers: float) -> bool:
+        """Return whether none of these is beyond the largest number of this dtype; True of one without such."""
+        return not is_float(self.dtype) or max(map(abs, numbers)) <= largest_of(self.dtype)
 
     def _draw(self, kernel: str, **attributes: float) -> Tensor:
         if not is_float(self.dtype):

@@ -644,6 +644,37 @@ def test_what_a_rank_calls_after_its_thread_has_failed_names_the_cause(tmp_path)
     assert re.search(f"CommError: rank 1: {cause}", result.stderr), result.stderr
 
 
+HANDLED = """
+sys.excepthook = lambda *_: None
+def fail():
+    [].pop()
+try:
+    fail()
+except IndexError as error:
+    error.__traceback__ = error.__traceback__.tb_next  # as those have that a prompt, or a window's loop, has handled
+    sys.last_value = error
+communicator.barrier()
+print("done")
+"""
+
+
+def test_an_exception_that_others_have_handled_ends_no_rank(tmp_path):
+    result = run_ranks_of(
+        write_script(tmp_path, STEP + HANDLED + "if rank == 0:\n    time.sleep(.3)\n" + AGAIN), 2
+    )
+    assert result.returncode == 0 and result.stdout.count("done") == 2, result.stderr
+
+
+@pytest.mark.parametrize("what", ["thread", "atexit"])
+def test_a_failure_in_a_forked_child_is_its_own(tmp_path, what):
+    thread = "thread = threading.Thread(target=lambda: [].pop())\n    thread.start()\n    thread.join()\n"
+    fails = {"thread": thread, "atexit": "atexit.register(lambda: [].pop())\n"}[what]
+    text = STEP + f"import atexit, threading\nif os.fork() == 0:\n    {fails}    sys.exit(0)\n"
+    text += "print('child', os.wait()[1])\ncommunicator.barrier()\n"
+    result = run_ranks_of(write_script(tmp_path, text), 2)
+    assert result.returncode == 0 and result.stdout.count("child 0") == 2, result
+
+
 def test_peers_get_the_error_of_a_script_with_an_excepthook_of_its_own(tmp_path):
     text = (
         STEP

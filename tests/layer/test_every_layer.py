@@ -557,6 +557,13 @@ def test_weights_start_with_the_variance_of_their_fans() -> None:
     assert not to_numpy(linear.b).any() and not to_numpy(conv.b).any()
 
 
+def test_an_argument_may_be_given_twice_as_the_same_value() -> None:
+    assert layer.Conv2d(3, 8, 3, 2, stride=2).stride == (2, 2)
+    assert layer.SeparableConv2d(3, 8, 3, 1, 2, padding=2).padding == (2, 2)
+    assert not layer.Linear(3, 8, False, bias=False).bias
+    assert layer.BatchNorm2d(3, 0.5, momentum=0.5).momentum == 0.5
+
+
 def test_relu_of_a_convolution_is_applied() -> None:
     conv = layer.Conv2d(8, 3, activation="RELU")
     assert to_numpy(conv(Tensor(data=IMAGE))).min() == 0

@@ -68,7 +68,8 @@ def test_weights_given_to_a_step_of_rnn_are_all_and_have_its_shapes(bias: bool) 
     made = layer.RNN(2, 3, bias=bias)
     x, h, Wx, Wh, b = map(float64, (normal(1, 2), normal(1, 3), normal(2, 3), normal(3, 3), normal(3)))
     for given in ((Wx,), (None, Wh), (None, None, b), (Wx, Wh) if bias else (Wx, Wh, b)):
-        with pytest.raises(OptionError, match="step_forward: give all of Wx, Wh"):
+        wanted = "Wx, Wh and b" if bias else "Wx and Wh, as there is no bias"
+        with pytest.raises(OptionError, match=f"step_forward: give all of {wanted}, or none"):
             made.step_forward(x, h, *given)
     rest = (b,) if bias else ()
     for given in ((float64(normal(3, 2)), Wh), (Wx, float64(normal(2, 3))), (float64(normal(6)), Wh)):

@@ -154,7 +154,7 @@ def test_an_average_of_one_step_forgets_a_gradient_a_million_times_as_large(cls,
 @pytest.mark.parametrize("cls", [opt.Adam, opt.AdamW, opt.RMSProp])
 def test_a_gradient_whose_square_is_too_large_does_not_make_parameters_nan(cls):
     param = Tensor(data=[0.5], stores_grad=True, name="w")
-    train(cls(lr=0.1), param, [np.array([1e20]), np.array([1.0]), np.array([1.0])])
+    train(cls(lr=0.1), param, [np.array([1e22]), np.array([1.0]), np.array([1.0])])
     assert np.isfinite(to_numpy(param)).all()
 
 

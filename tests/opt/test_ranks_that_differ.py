@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -565,3 +566,24 @@ def own_order(communicator: Any, dist_option: str, use_graph: bool) -> None:
 def test_ranks_may_make_their_layers_in_other_orders(dist_option: str, use_graph: bool) -> None:
     for errors in errors_of(own_order, 3):
         assert errors[dist_option, use_graph] is None, errors[dist_option, use_graph]
+
+
+def other_names(communicator: Any, call: str) -> str:
+    """The error where rank 1 has other names, of which the text order differs too."""
+    names = ("9", "10") if communicator.rank == 0 else ("1", "2")
+    dist = opt.DistOpt(opt.SGD(0.1), communicator=communicator)
+    holder = layer.Layer()
+    for name in names:
+        setattr(holder, f"layer_{name}", layer.Linear(2))
+        getattr(holder, f"layer_{name}")(Tensor(data=np.ones((1, 2))))
+    try:
+        dist.broadcast(holder.get_params()) if call == "broadcast" else dist.synchronize(holder)
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("call", ["broadcast", "synchronize"])
+def test_ranks_with_other_names_are_an_error_of_calls_that_go_by_name(call: str) -> None:
+    for text in run_ranks(other_names, 3, call):
+        assert re.search(rf"{'parameters' if call == 'broadcast' else call} of 4 names, hash", text), text

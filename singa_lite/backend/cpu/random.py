@@ -85,8 +85,12 @@ class RandomKernels:
         values = uniform(out.shape, out.dtype, seed, counter)
         values *= high - low
         values += low
-        # what is rounded up to high is not below it
-        out[...] = np.minimum(values, max(low, largest_below(high, out.dtype)), out=values)
+        last = np.full(1, 1 - np.finfo(values.dtype).epsneg, values.dtype)  # the largest that is drawn
+        last *= high - low
+        last += low
+        if last.astype(out.dtype)[0] >= high:  # it is rounded up to high, which is not in the range
+            np.minimum(values, max(low, largest_below(high, out.dtype)), out=values)
+        out[...] = values
 
     def random_normal(self, *, out: Array, mean: float, std: float, seed: int, counter: int) -> None:
         values = generator(seed, counter).standard_normal(out.shape, accumulation_dtype(out.dtype))
