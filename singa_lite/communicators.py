@@ -121,14 +121,15 @@ class _Copies:
         self._copies.clear()
 
     def _sum_copies(self) -> list[Tensor]:
-        """Return the gradients of the first copy, to which those of the others are added."""
+        """Return the gradients of the first copy in the order of names, to which those of the others are added."""
         if not self._copies:
             raise OptionError(
                 f"{type(self).__name__}: allreduce needs add_context_and_parameters((device, params)) first"
             )
-        totals = [_grad(param) for param in self._copies[0].values()]
-        for number, total in enumerate(totals):
-            add_up(total, [_grad(list(copy.values())[number]) for copy in self._copies[1:]])
+        names = sorted(self._copies[0], key=str)  # processes may have registered them in other orders
+        totals = [_grad(self._copies[0][name]) for name in names]
+        for name, total in zip(names, totals, strict=True):
+            add_up(total, [_grad(copy[name]) for copy in self._copies[1:]])
         return totals
 
     def _spread(self, totals: list[Tensor], division: bool) -> None:
@@ -137,8 +138,8 @@ class _Copies:
             for total in totals:
                 total /= len(self._copies)
         for copy in self._copies[1:]:
-            for total, param in zip(totals, copy.values(), strict=True):
-                _grad(param).copy_data(total)
+            for name, total in zip(sorted(copy, key=str), totals, strict=True):
+                _grad(copy[name]).copy_data(total)
 
 
 class DataParallelCommunicator(_Copies):

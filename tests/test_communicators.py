@@ -843,6 +843,25 @@ def test_copies_of_float16_are_summed_in_float32() -> None:
     assert to_numpy(w.grad).tolist() == [2050]
 
 
+def sums_by_name(communicator: Any) -> dict[str, list[float]]:
+    state.communicator, state.communicator_pid = communicator, os.getpid()
+    comm = communicators.MultiProcessDataParallelCommunicator()
+    comm.init()
+    params = {}
+    for name, value in (("enc", 1.0), ("dec", 100.0)):
+        params[name] = Tensor(data=np.zeros(3), requires_grad=True, stores_grad=True, name=name)
+        params[name].grad.set_value(value * (communicator.rank + 1))
+    names = ["enc", "dec"] if communicator.rank != 1 else ["dec", "enc"]
+    comm.add_context_and_parameters((None, {name: params[name] for name in names}))
+    comm.allreduce()
+    return {name: to_numpy(params[name].grad).tolist() for name in ("enc", "dec")}
+
+
+def test_gradients_are_summed_by_name_whatever_their_order() -> None:
+    for sums in run_ranks(sums_by_name, 3):
+        assert sums == {"enc": [6.0] * 3, "dec": [600.0] * 3}
+
+
 def ranks_with_other_numbers_of_copies(communicator: Any) -> str:
     state.communicator, state.communicator_pid = communicator, os.getpid()
     comm = communicators.MultiProcessDataParallelCommunicator()

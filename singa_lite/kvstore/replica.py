@@ -88,7 +88,9 @@ class ReplicaStore(KVStore):
             self._stored[spec.key] = stored
 
     def _overwrite(self, pushes: list[Push]) -> None:
-        for push in pushes:
+        for push in sorted(
+            pushes, key=lambda push: str(push.spec.key)
+        ):  # workers may give them in other orders
             param = self._stored[push.spec.key].param
             assert push.value is not None
             param.copy_data(push.value)

@@ -36,7 +36,7 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 UpdateGroup = tuple[Device, list[Tensor], list[Any]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
-OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
+OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "_names", "slot_names")
 
 
 class MomentumRule(NamedTuple):
@@ -97,6 +97,7 @@ class Optimizer:
         self._step_counter = 0
         self._slots: dict[Tensor, dict[str, Tensor]] = {}
         self._parameters: list[Tensor] = []
+        self._names: dict[Tensor, str] = {}  # of those that ``prepare`` was given
 
     @property
     def step_counter(self) -> int:
@@ -140,7 +141,7 @@ class Optimizer:
             for value in values.values():
                 check_tensor(f"{type(self).__name__}: prepare", value)
         for name, param in params.items():
-            param.name = name
+            param.name = self._names[param] = name
             self.slots(param)
         self._parameters = list(params.values())
 
@@ -435,7 +436,7 @@ class Optimizer:
 
         Parameters are called by name, and by the order in which they were first updated where names repeat.
         """
-        names = unique_names(self._slots)
+        names = unique_names(self._slots, self._names)
         states = {
             f"{names[param]}:{slot}": value.device.backend.to_numpy(value.array)
             for param in self._slots
@@ -464,7 +465,7 @@ class Optimizer:
                     f"not {value.dtype}{value.shape}"
                 )
         check_steps(type(self).__name__, states["step_counter"])
-        for param, name in unique_names(self._slots).items():
+        for param, name in unique_names(self._slots, self._names).items():
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
         self._step_counter = int(states["step_counter"])

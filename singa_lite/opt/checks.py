@@ -32,8 +32,12 @@ def check_steps(where: str, steps: np.ndarray[Any, Any]) -> None:
         raise CheckpointError(f"{where}: step_counter must be an int from 0 to {MAX_STEPS}, not {steps}")
 
 
-def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
+def unique_names(params: Iterable[Tensor], called: Mapping[Tensor, str] | None = None) -> dict[Tensor, str]:
     """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat.
+
+    Args:
+        params: the parameters.
+        called: names to take instead of their own, which another model of the same layers may have changed since.
 
     Raises:
         OptionError: a name has lone surrogates, and cannot be sent to other ranks or saved.
@@ -42,7 +46,7 @@ def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
     counts: dict[str, int] = {}
     taken: set[str] = set()
     for param in params:
-        name = check_text("parameter", "name", param.name or "unnamed")
+        name = check_text("parameter", "name", (called or {}).get(param) or param.name or "unnamed")
         count = counts.get(name, 0)
         while (own := f"{name}#{count}" if count else name) in taken:  # by one that its owner has called so
             count += 1

@@ -51,7 +51,7 @@ class Consistency:
         check_every: steps between comparisons of parameters and optimizer states; None for none.
 
     Attributes:
-        names: parameters that the ranks have compared, with names that no two of them share.
+        names: parameters that the ranks have compared, with names that no two of them share; of a Model in their order.
         may_differ: a scheme has run that does not keep the ranks' parameters equal, and none since that does.
         updating: the scheme whose update has begun and is not counted yet, else None. Where there is one when the next
             begins, an exception ended its update, which other ranks may have made.
@@ -63,6 +63,7 @@ class Consistency:
         self.may_differ = False
         self.updating: Scheme | None = None
         self._is_loaded = False  # states, and not compared yet
+        self._called: dict[Tensor, str] = {}  # names that the script or a Model has given
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
         # whose options the ranks have compared, in which precision
         self._compared: set[tuple[Scheme, str]] = set()
@@ -75,6 +76,10 @@ class Consistency:
         """Mark ``params``, which no call has seen, to be compared too from now on."""
         self._by_hand.update(dict.fromkeys(params))
 
+    def called(self, params: Mapping[str, Tensor]) -> None:
+        """Take over names of parameters, equal on all ranks, before the first call has seen them."""
+        self._called |= {param: name for name, param in params.items() if param not in self.names}
+
     # ---- parameters --------------------------------------------------------------------------------------
 
     def prepare(self, dist: Compared, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
@@ -82,11 +87,12 @@ class Consistency:
         states = {**params, **buffers}
         compare_models(self._communicator, states, dist.settings())
         dist.broadcast(states)
-        self.names = unique_names(dict.fromkeys([*self.names, *params.values()]))
+        self._called |= {param: name for name, param in params.items()}
+        self.names = unique_names(dict.fromkeys([*self.names, *by_name(params)]), self._called)
 
     def register(self, dist: Compared, params: list[Tensor]) -> None:
         """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
-        self.names = unique_names([*self.names, *params])
+        self.names = unique_names([*self.names, *params], self._called)
         named = {self.names[param]: param for param in params}
         compare_models(self._communicator, named, dist.settings())
         if not are_equal(self._communicator, "parameter values", named):
@@ -162,7 +168,7 @@ class Consistency:
         what = "their optimizers" + ("" if cut_short is None else ", as an exception ended a step")
         values = None
         if (scheme.keeps_equal and not self.may_differ) if scheme else dist.keeps_equal:
-            names = unique_names(dict.fromkeys([*self.names, *self._by_hand]))
+            names = unique_names(dict.fromkeys([*self.names, *self._by_hand]), self._called)
             values = {name: to_numpy(param) for param, name in names.items()}
             values |= {f"the state {name}": value for name, value in dist.opt.get_states().items()}
         settings = {**dist.settings(), **dist.random_seeds()}

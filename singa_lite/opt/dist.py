@@ -9,7 +9,7 @@ are sent is written in sync/, what sends them in comm/.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -480,6 +480,9 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
         _check_opt(self)
         self._ranks.compare_if_loaded(self, scheme)
+
+    def _take_names(self, params: Mapping[str, Tensor]) -> None:
+        self._ranks.called({str(name): param for name, param in params.items()})
 
     def states_loaded(self) -> None:
         self._ranks.states_loaded()

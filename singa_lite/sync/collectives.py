@@ -51,6 +51,9 @@ class ArrayCollectives:
     def _compare_if_loaded(self) -> None:
         """Compare the ranks where they have loaded states."""
 
+    def _take_names(self, params: Mapping[str, Tensor]) -> None:
+        """Take over names that a script has given to parameters."""
+
     @property
     def bytes_sent(self) -> int:
         """Bytes this rank put on a ring in the last step (comm/work.py, Note [bytes]).
@@ -108,11 +111,11 @@ class ArrayCollectives:
             params: Tensors in an order that is the same on all ranks, or by name such as ``get_params()`` gives, where
                 the order does not matter.
         """
-        name = "parameters"
-        if isinstance(params, Mapping):
-            name = f"parameters {text_of_names(params)}"
-            params = by_name(params)
-        self.communicator.broadcast(_lasting(params), 0, name=self.collective_name(name)).wait()
+        named = params if isinstance(params, Mapping) else {}
+        name = f"parameters {text_of_names(named)}" if named else "parameters"
+        arrays = _lasting(by_name(named) if isinstance(params, Mapping) else params)
+        self._take_names(named)
+        self.communicator.broadcast(arrays, 0, name=self.collective_name(name)).wait()
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""

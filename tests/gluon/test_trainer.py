@@ -854,7 +854,7 @@ def several_trainers_share_a_store_that_does_not_update(rig: Rig) -> None:
 
 
 class Normed(model.Model):
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__()
         for name in ("norm", "scaled_norm")[:: -1 if rank == 1 else 1]:  # workers may have other orders
             setattr(self, name, layer.BatchNorm2d())

@@ -105,6 +105,16 @@ def broadcast_makes_keys_and_sets_them_again(rig):
 
 
 @fact(most)
+def broadcast_again_goes_by_key_whatever_the_order(rig):
+    store = rig.store()
+    store.init(["a", "b"], [np.zeros(3, F32)] * 2)
+    keys = ["b", "a"] if rig.rank == 1 else ["a", "b"]
+    outs = [np.zeros(3, F32) for _ in keys]
+    store.broadcast(keys, [np.full(3, {"a": 2, "b": 5}[key] + rig.rank, F32) for key in keys], outs)
+    assert [out[0] for out in outs] == [{"a": 2, "b": 5}[key] for key in keys]
+
+
+@fact(most)
 def a_sum_replaces_the_value_where_there_is_no_optimizer(rig):
     store, total = rig.store(), rig.num_workers * (rig.num_workers + 1) / 2
     store.init([5, 7, 11], [np.zeros((2, 2), F32)] * 3)

@@ -641,3 +641,39 @@ def test_what_a_schedule_gives_must_be_in_the_range_of_its_number(name, schedule
     with pytest.raises(OptionError, match=text):
         net(x)
     np.testing.assert_array_equal(to_numpy(net.linear.W), before)
+
+
+class Pair(model.Model):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def train_one_batch(self, x):
+        loss = autograd.mse_loss(self.forward(x), x)
+        self.optimizer(loss)
+        return loss
+
+
+def test_states_keep_their_names_where_another_model_of_the_same_layers_is_compiled(tmp_path):
+    x = Tensor(data=np.random.default_rng(0).random((8, 4)))
+
+    def made():
+        net = Pair(layer.Linear(4), layer.Linear(4))
+        net.set_optimizer(opt.SGD(lr=0.05, momentum=0.9))
+        net.compile([x])
+        return net
+
+    net, other = made(), made()
+    for _ in range(3):
+        net(x)
+    Pair(net.second, net.first).compile([x], is_train=False)  # calls its parameters so too
+    net.train()
+    net.save_states(tmp_path / "states.zip")
+    other.load_states(tmp_path / "states.zip")
+    for each in (net, other):
+        each(x)
+    for name, param in net.get_params().items():
+        np.testing.assert_array_equal(to_numpy(param), to_numpy(other.get_params()[name]), err_msg=name)

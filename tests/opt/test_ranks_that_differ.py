@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -18,7 +19,7 @@ from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.shm import ShmCommunicator
-from singa_lite.errors import CommError, OptionError
+from singa_lite.errors import CommError, NonFiniteError, OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
@@ -587,3 +588,83 @@ def other_names(communicator: Any, call: str) -> str:
 def test_ranks_with_other_names_are_an_error_of_calls_that_go_by_name(call: str) -> None:
     for text in run_ranks(other_names, 3, call):
         assert re.search(rf"{'parameters' if call == 'broadcast' else call} of 4 names, hash", text), text
+
+
+class Parts(layer.Layer):
+    """Layers of one shape in a dict, which ranks use in other orders; none of them knows its name in a model."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.parts = {name: layer.Linear(4) for name in names}
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = [part(x * (1.0 + "abc".index(name))) for name, part in self.parts.items()]
+        for y in rest:
+            first = first + y
+        return first
+
+
+def named_by_broadcast(communicator: Any) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """The warnings of the first call, rank 0's values after broadcast, and all after it."""
+    net = Parts("abc" if communicator.rank == 0 else "cab")
+    dist = opt.DistOpt(opt.SGD(0.0), communicator=communicator)
+    net(Tensor(data=np.ones((2, 4))))
+    dist.broadcast(net.get_params())
+    before = {name: to_numpy(param).tolist() for name, param in sorted(net.get_params().items())}
+    autograd.training = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(CommError):  # of the buckets, whose parameters come in another order
+            dist(autograd.mse_loss(net(Tensor(data=np.ones((2, 4)))), Tensor(data=np.ones((2, 4)))))
+    after = {name: to_numpy(param).tolist() for name, param in sorted(net.get_params().items())}
+    return [str(each.message) for each in caught], before, after
+
+
+def test_names_given_to_broadcast_are_those_of_the_parameters() -> None:
+    for texts, before, after in run_ranks(named_by_broadcast, 3):
+        assert not texts and before == after
+
+
+def rest_of_a_sum(communicator: Any, use_graph: bool) -> dict[str, Any]:
+    """Parameters whose gradients come in the first call of a sum alone, made in another order on another rank."""
+
+    class Net(OwnOrder):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = autograd.mse_loss(self.forward(x) if y.shape[0] == 6 else self.first(x), y)
+            self.optimizer(loss)
+            return loss
+
+    net = Net(communicator.rank)
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator, accumulate=2))
+    rng = np.random.default_rng(communicator.rank)
+    net.compile([Tensor(data=np.ones((6, 4)))], is_train=True, use_graph=use_graph)
+    for call in range(6):
+        x = Tensor(data=rng.standard_normal((6 - call % 2, 4)))
+        net(x, x)
+    return {name: to_numpy(param).tolist() for name, param in sorted(net.get_params().items())}
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_sums_without_a_last_gradient_are_sent_in_one_order(use_graph: bool) -> None:
+    first, *others = run_ranks(rest_of_a_sum, 3, use_graph)
+    assert all(other == first for other in others)
+
+
+def names_a_culprit(communicator: Any) -> str:
+    net = OwnOrder(communicator.rank)
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator, check_finite="raise"))
+    x = np.ones((6, 4), np.float32)
+    net.compile([Tensor(data=x)], is_train=True)
+    if communicator.rank == 1:
+        net.second.b.array[0] = np.inf
+    try:
+        net(Tensor(data=x), Tensor(data=np.zeros((6, 4))))
+    except NonFiniteError as error:
+        return str(error)
+    return ""
+
+
+def test_the_parameter_that_is_not_finite_is_named_alike_on_all_ranks() -> None:
+    texts = run_ranks(names_a_culprit, 3)
+    names = {re.findall(r"'((?:first|norm|second)\.\w+)'", text)[0] for text in texts}
+    assert len(names) == 1, texts
