@@ -5,8 +5,8 @@ Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parame
 class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts, and
 in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
 assignment, which may be another on another rank; a tensor two layers share counts once, under its first name. A layer
-whose class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it too; values are copied
-into these Tensors, and ``set_params`` of such a layer is not called.
+whose class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it too; values are
+copied into these Tensors, and ``set_params`` of such a layer is not called.
 """
 
 from __future__ import annotations
