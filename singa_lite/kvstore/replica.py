@@ -88,9 +88,8 @@ class ReplicaStore(KVStore):
             self._stored[spec.key] = stored
 
     def _overwrite(self, pushes: list[Push]) -> None:
-        for push in sorted(
-            pushes, key=lambda push: str(push.spec.key)
-        ):  # workers may give them in other orders
+        # workers may give them in other orders
+        for push in sorted(pushes, key=lambda push: str(push.spec.key)):
             param = self._stored[push.spec.key].param
             assert push.value is not None
             param.copy_data(push.value)
