@@ -45,8 +45,8 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def seed_of(param: Tensor) -> int:
-    """Return a number that belongs to the name of ``param``, equal on all ranks."""
-    return zlib.crc32((param.name or "").encode())
+    """Return a number that belongs to the shape of ``param``, equal on all ranks; a name can change on one."""
+    return zlib.crc32(repr(param.shape).encode())
 
 
 class Matrix(NamedTuple):

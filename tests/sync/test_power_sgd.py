@@ -200,6 +200,11 @@ def test_cold_starts_differ_from_step_to_step_and_not_from_rank_to_rank() -> Non
     assert len({result.tobytes() for result, _ in first}) == 3
 
 
+def test_ranks_begin_alike_where_one_calls_its_parameters_otherwise() -> None:
+    first, second = (Factor().start(Tensor((12, 9), name=name)) for name in ("w", "probe.w"))
+    np.testing.assert_array_equal(first, second)
+
+
 def test_half_precision_travels_as_it_is() -> None:
     scheme = make_scheme("powerSGD", LocalCommunicator(World()), 1 << 30, 1 << 30)
     begin(scheme, rate=0.0)
