@@ -77,7 +77,7 @@ class ExitHooks:
         def once() -> None:
             cancel()
             if not self.is_of_parent:
-                self._report_exception()
+                self.report_exception()
                 call()
 
         def cancel() -> None:
@@ -133,7 +133,7 @@ class ExitHooks:
             _flush()
             os._exit(1)
 
-    def _report_exception(self) -> None:
+    def report_exception(self) -> None:
         """Abort where this process ends by an exception that ``_uncaught`` does not see.
 
         Multiprocessing catches it, and calls this meanwhile; or the script has a sys.excepthook of its own.
@@ -210,6 +210,28 @@ def _end_of_script() -> BaseException | None:
 
 def _do_nothing() -> None:
     pass
+
+
+def report_from_run() -> None:
+    """Have the exception that ends this process of multiprocessing reported where it leaves ``run``.
+
+    From Python 3.13 on the exit hooks of such a process run when the exception is gone.
+    """
+    from multiprocessing.process import BaseProcess  # Note [imports]
+
+    run = BaseProcess.run
+
+    def reporting(process: BaseProcess) -> None:
+        try:
+            run(process)
+        except BaseException:
+            hooks = state.exit_hooks
+            if hooks is not None and not hooks.is_of_parent:
+                hooks.report_exception()
+            raise
+
+    if sys.version_info >= (3, 13) and run.__module__ != __name__:  # once in a process
+        BaseProcess.run = reporting  # type: ignore[method-assign]
 
 
 def _is_failure(error: BaseException | None) -> bool:

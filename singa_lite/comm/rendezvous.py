@@ -19,7 +19,7 @@ from ..errors import CommError, OptionError, check_choice, is_one_of
 from . import find_messengers, find_transports
 from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
-from .exit_hooks import exit_hooks
+from .exit_hooks import exit_hooks, report_from_run
 from .flight_signals import report_at_sigquit
 from .job import Job, launcher_and_job, threads_per_rank
 from .link import check_emulated, link_of_process
@@ -60,6 +60,7 @@ class NcclIdHolder:
         # the second is multiprocessing's own mark of a process that gets its arguments just now
         if parent_process() or getattr(multiprocessing.current_process(), "_inheriting", False):
             list_member(self.rendezvous_id)
+            report_from_run()
 
     def _forked(self) -> None:
         """Find out, in every process that multiprocessing forks, whether it is to be a rank."""
@@ -68,6 +69,7 @@ class NcclIdHolder:
         process: Any = multiprocessing.current_process()  # Any: its arguments are private
         if any(argument is self for argument in (*process._args, *process._kwargs.values())):
             list_member(self.rendezvous_id)
+            report_from_run()
 
 
 def find_world(
