@@ -316,7 +316,7 @@ class Communicator(ABC):
     def split_by_host(self, *, name: str = "hosts") -> tuple[Communicator, Communicator | None]:
         """Make a communicator of this host's ranks and one of a leader a host; all ranks must call it.
 
-        Two processes are on one host if ``hosts.this_host()`` gives both the same text; SINGA_LITE_HOST overrides it.
+        Two processes are on one host if ``host.this_host()`` gives both the same text; SINGA_LITE_HOST overrides it.
 
         Returns:
             inner: of the ranks of this host, in rank order; its rank 0 is the leader.

@@ -3,7 +3,7 @@
 
 What lives here: starting the ranks once, from their options to their exit code. What does not: supervising them until
 the last has ended (supervise.py), what remains when this process is killed (reaper.py), starting them again
-(restart.py), finding the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), their names
+(restart.py), finding the world from inside a rank (../comm/), merging the ranks' output (output.py), their names
 (process_names.py), the command line (command.py).
 """
 
