@@ -13,6 +13,12 @@ ncclAvg, which keeps their sum from overflowing.
 
 Note [groups]: a group gets a communicator by an id of its own, not by ncclCommSplit, which all ranks of the parent
 would have to call while it is idle, and whose saving, shared channels (splitShare), would bind the ends of both.
+
+Note [new calls]: NCCL does not compare the ranks' calls, and of one size adds what does not belong together. So the
+first call of each Operation makes a barrier of the host under a name that has all of it, as the host's transports
+compare names. Ranks that call something else for the first time get a CommError with both texts; one that does what is
+new to it alone waits at the barrier, and the others in NCCL, until the time-out. What a step repeats costs a look into
+a set; ranks that repeat calls in another order are not noticed.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ import numpy as np
 from .. import _native, config
 from ..config import state
 from ..errors import CommError, DTypeError
+from ..graph.recorder import unrecorded
 from .base import DTYPES, HAS_BLOCKS, Communicator, Graph, Operation, ReduceOp
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES
 from .error_stream import sendable
@@ -42,6 +49,7 @@ from .work import Array, Work
 # The numbers of native/comm/types.h.
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
+MAX_COMPARED = 4096  # Operations; more are compared at every call, and not remembered
 LEAVE_S = 10.0  # NCCL's end may wait for peers that are gone
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
@@ -89,10 +97,10 @@ class NcclCommunicator(Communicator):
 
     Where the contract of ``Communicator`` cannot be NCCL's: sums come in an order NCCL chooses, though all ranks
     get the same bits; float16 and bfloat16 are added in their own precision, so wider worlds round more often; max
-    and min may drop NaN; the ranks' calls are not compared, so a rank that makes another one is noticed by the
-    time-out. With ``wire_dtype`` the result is in the array only after ``wait()``; its mean is the sum on the wire,
-    divided in float32. Groups run on their parent's stream. One that nobody holds any more lives as long as the
-    process.
+    and min may drop NaN; the ranks' calls are compared when they are new, Note [new calls], so a rank that repeats
+    another one is noticed by the time-out at best. With ``wire_dtype`` the result is in the array only after
+    ``wait()``; its mean is the sum on the wire, divided in float32. Groups run on their parent's stream. One that
+    nobody holds any more lives as long as the process.
 
     Args:
         host: the communicator of the same ranks for numpy arrays and objects.
@@ -150,6 +158,7 @@ class NcclCommunicator(Communicator):
         )
         self._start_native, self._wait = self._native.start, self._native.wait
         self.flight_recorder = self._recorder = self._make_recorder(everyone, name)
+        self._compared: set[Operation] = set()
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # not when this object goes: NCCL's end waits for all ranks, and each collects garbage when it likes
         self._at_exit = weakref.finalize(_leave, _leave_at_exit, self._graphs, self._native)
@@ -202,12 +211,12 @@ class NcclCommunicator(Communicator):
             state.nccl_deadline = time.monotonic()
 
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
+        if operation not in self._compared:
+            self._compare(operation, array)
         recorder = self._recorder
         if recorder is None:
             return self._give(operation, array, out, scale)
-        if not self._native.is_usable:
-            self.check()
-            self._native.check()
+        self._check_usable()
         recorder.begin(operation, array)
         try:
             return self._give(operation, array, out, scale)
@@ -218,6 +227,23 @@ class NcclCommunicator(Communicator):
             if not is_refused and isinstance(error, CommError):
                 self._report(error)
             raise
+
+    def _compare(self, operation: Operation, array: Array) -> None:
+        """Have the host's transport compare a call that is new, Note [new calls]."""
+        self._check_usable()
+        kind, name, op, root, wire_dtype = operation
+        how = [op, wire_dtype and f"as {wire_dtype}", root and f"root {root}", f"{array.dtype}[{array.size}]"]
+        text = " ".join(str(each) for each in how if each)
+        with unrecorded():
+            self.host.barrier(name=f"before NCCL's {kind} {name}: {text}")
+        if len(self._compared) < MAX_COMPARED:
+            self._compared.add(operation)
+
+    def _check_usable(self) -> None:
+        """Raise the CommError of a communicator that has failed or is closed."""
+        if not self._native.is_usable:
+            self.check()
+            self._native.check()
 
     def _give(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
         kind, name, op, root, wire_dtype = operation

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, opt, singa_wrap
+from singa_lite.comm import nccl
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.flight_record import ENDED, Call
@@ -506,7 +507,7 @@ def killed_while_waiting(world: World) -> str:
     """Rank 1 is killed before it makes the call; rank 0 waits on the host for its stream."""
     c, gpu = make(world, 300.0), gpu_of_rank()
     array = on_gpu(np.ones(10, np.float32))
-    c.all_reduce(array, "sum").wait()
+    c.all_reduce(array, "sum", name="grad").wait()
     gpu.synchronize()
     if c.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -523,7 +524,7 @@ def third_of_a_dead_peer(world: World) -> str:
     """Rank 1 ends while rank 0's call waits in NCCL for a connection to it."""
     c, array = make(world, 300.0), on_gpu(np.ones(10, np.float32))
     for _ in range(2):
-        c.all_reduce(array, "sum").wait()
+        c.all_reduce(array, "sum", name="grad").wait()
     gpu_of_rank().synchronize()
     if c.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -885,11 +886,28 @@ def recorded_calls(c: NcclCommunicator) -> Sequence[Call]:
     return mine.calls
 
 
+def count_barriers(world: World) -> list[int]:
+    """How many collectives the host has made after each call."""
+    nccl.MAX_COMPARED = 2
+    c, found = make(world), []
+    for name in ("a", "a", "b", "a", "b", "c", "c"):
+        before = c.host.traffic.bytes_payload
+        c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name=name).wait()
+        found.append((c.host.traffic.bytes_payload - before) // 4)
+    c.close()
+    return found
+
+
+def test_calls_are_compared_once_or_always_where_they_are_too_many() -> None:
+    assert run(count_barriers, 3) == [[1, 0, 1, 0, 0, 1, 1]] * 3
+
+
 def another_call(world: World) -> tuple[list[str], str]:
-    """Rank 1 makes another call than the others after two that are alike; what the recorder knows, and the error."""
+    """Rank 1 repeats another call than the others after three that are alike; what the recorder knows, and the error."""
     c = make(world, 2.0)
-    for number in range(2):
-        c.all_reduce(on_gpu(np.ones((4, 3), np.float32)), "sum", name=f"w{number}").wait()
+    for name in ("grad", "odd"):
+        c.all_reduce(on_gpu(np.ones((5, 1), np.float32)), "mean", name=name, wire_dtype="float16").wait()
+    c.all_reduce(on_gpu(np.ones(7, np.float32)), "sum", name="without rank 2").wait()
     gpu_of_rank().synchronize()
     deadline = time.monotonic() + LIMIT_S
     while (calls := recorded_calls(c))[-1].state != ENDED and time.monotonic() < deadline:
@@ -909,20 +927,24 @@ def test_a_report_names_the_call_that_a_rank_has_not_given_to_its_gpu(tmp_path, 
     monkeypatch.setenv("SINGA_LITE_LOG_DIR", str(tmp_path))
     results = run(another_call, 3)
     for calls, _ in results:
-        assert calls == ["all_reduce sum w0 float32[4, 3] True", "all_reduce sum w1 float32[4, 3] True"]
+        assert calls == [
+            "all_reduce mean grad float32[5, 1] True",
+            "all_reduce mean odd float32[5, 1] True",
+            "all_reduce sum without rank 2 float32[7] True",
+        ]
     assert all("waited 2 s in NCCL" in error for _, error in results[:2])
     [path] = tmp_path.iterdir()
     report = path.read_text()
     assert any(str(path) in error for _, error in results)
     assert report.count("What every rank was doing") == 1
-    assert re.search(r"First call where ranks differ: #2 of the world, over NCCL", report)
+    assert re.search(r"First call where ranks differ: #3 of the world, over NCCL", report)
     assert re.search(r"rank 1: all_reduce 'odd' mean float32\[5\] as float16 at .*test_nccl\.py", report)
     assert re.search(r"rank 0, 2: all_reduce 'grad' mean float32\[5\] as float16 at .*test_nccl\.py", report)
     # the report's rank aborted what it was in, which has not ended
     assert re.search(
-        r"rank \d \(process \d+, running\): in #[23] of the world, over NCCL, .*, failed", report
+        r"rank \d \(process \d+, running\): in #[34] of the world, over NCCL, .*, failed", report
     )
-    assert not re.search(r"after #[23] of the world, over NCCL", report)
+    assert not re.search(r"after #[34] of the world, over NCCL", report)
 
 
 # ---- what does not concern NCCL ----------------------------------------------------------------------------

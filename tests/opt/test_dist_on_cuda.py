@@ -365,6 +365,56 @@ def test_a_collective_on_another_thread_comes_after_what_was_computed() -> None:
     assert run_ranks(reduce_on_threads, 2, transport="none") == [expected] * 2
 
 
+class Branches(model.Model):
+    """Two branches of equal sizes, whose gradients come in the order in which they were added."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.left, self.right, self.order = layer.Linear(4), layer.Linear(4), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return autograd.add(*(getattr(self, name)(x) for name in self.order))
+
+
+def differ_over_nccl(world: World, case: str) -> str:
+    """The error where rank 1 sends what has the others' sizes in another order, or what has another shape."""
+    device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world, 20))
+    is_odd = world.rank == 1
+    x = Tensor(data=np.full((3, 4), world.rank + 1.0, np.float32), device=device)
+    x.requires_grad, x.stores_grad = False, False
+    try:
+        if case == "shapes":
+            dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator)
+            dist.all_reduce(autograd.reshape(x, (4, 3)) if is_odd else x)
+            return "no error"
+        nets = [Branches(["left", "right"][:: -1 if is_odd and case == "branches" else 1]) for _ in range(2)]
+        for net in nets:
+            sgd = opt.SGD(lr=0.1)
+            net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, bucket_bytes=16))
+            net.compile([x])
+        autograd.training = True
+        for net in nets[:: -1 if is_odd and case == "models" else 1]:
+            net.optimizer(autograd.reduce_mean(net.forward(x) * net.forward(x)))
+    except CommError as error:
+        return str(error)
+    finally:
+        communicator.abort("the test has ended")
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "mine", "theirs"),
+    [
+        ("branches", "left", "right"),
+        ("models", "DistOpt 2 fp32: right.W", "NCCL's all_reduce fp32: right.W"),
+        ("shapes", "[4, 3]", "[3, 4]"),
+    ],
+)
+def test_ranks_that_send_other_things_of_one_size_are_told(case: str, mine: str, theirs: str) -> None:
+    for text in run_ranks(differ_over_nccl, 3, case, transport="none"):
+        assert mine in text and theirs in text and "all_reduce" in text, text
+
+
 def start_a_group_first(world: World) -> list[bool]:
     """Whether each NCCL communicator was made on the stream of another."""
     device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
