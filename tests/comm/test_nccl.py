@@ -903,7 +903,7 @@ def test_calls_are_compared_once_or_always_where_they_are_too_many() -> None:
 
 
 def another_call(world: World) -> tuple[list[str], str]:
-    """Rank 1 repeats another call than the others after three that are alike; what the recorder knows, and the error."""
+    """Rank 1 repeats another call than the others after three alike; what the recorder knows, and the error."""
     c = make(world, 2.0)
     for name in ("grad", "odd"):
         c.all_reduce(on_gpu(np.ones((5, 1), np.float32)), "mean", name=name, wire_dtype="float16").wait()
