@@ -60,7 +60,7 @@ class OfThread(threading.local):
         clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
         model: whose step runs (model.Model), else None.
         has_left_out: set True where a part of a step was left out (graph.recorder.fork).
-        on_read: called with the name of a watched attribute before a read (record.hidden), else None.
+        on_read: called with the name of a watched attribute before a read (record.watched), else None.
     """
 
     training: bool = False
@@ -93,6 +93,7 @@ class State:
         store_arguments: what it was made with.
         jobs: what is known of the job checkpoints of each model (checkpoint.job.JobState).
         trace: what writes this process's part of a trace (graph.trace.TraceWriter), made at first use.
+        watched_parent: the process that is killed when its parent has ended (comm.parent).
         flight_recorders: those of its communicators (comm.flight_recorder.FlightRecorder).
         reports_at_sigquit: the process that does (comm.flight_signals).
         writes_stacks: likewise the process that does for others (comm.stacks).
@@ -105,7 +106,7 @@ class State:
         has_looked_for_bfloat16: whether a CPU without instructions for it has been reported (autograd.autocast).
         rounded: the step whose copies of parameters are fresh (graph.rounded.RoundedCopies), else None.
         rounded_lock: held while a step's copies become fresh or are forgotten.
-        works_in_flight: ids of collectives that were started and not waited for (comm.base.Work).
+        works_in_flight: ids of collectives that were started and not waited for (comm.work.Work).
         exposed: id of each array that Python has as ``Tensor.data`` -> a weak reference to it (graph.rounded).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
         benchmark_convolutions: whether cuDNN's algorithms are timed first (device.benchmark_convolutions).
@@ -126,7 +127,7 @@ class State:
         default_factory=weakref.WeakKeyDictionary
     )  # Any: likewise
     trace: Any = None  # Any: likewise
-    watched_parent: int = 0  # the process that is killed when its parent has ended
+    watched_parent: int = 0
     flight_recorders: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     reports_at_sigquit: int = 0
     writes_stacks: int = 0

@@ -204,8 +204,8 @@ class Model(Layer):
             raise GraphError(f"{type(self).__name__}: call compile([inputs]) before training")
         begin_step()
         this_thread.training = True
-        self._prepare()
         try:
+            self._prepare()
             if self._optimizer is not None and self._optimizer.places_streams:
                 self._optimizer.place_streams()
             if not self._use_graph:

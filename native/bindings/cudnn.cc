@@ -143,9 +143,7 @@ PYBIND11_MODULE(_cudnn, m) {
   });
 
   py::class_<Cudnn, std::shared_ptr<Cudnn>>(m, "Cudnn")
-      .def(py::init<std::vector<std::string>>(), py::arg("names"), Unlocked())
-      .def_property_readonly("name", &Cudnn::name)
-      .def_property_readonly("version", &Cudnn::version);
+      .def(py::init<std::vector<std::string>>(), py::arg("names"), Unlocked());
 
   py::class_<Handle, std::shared_ptr<Handle>>(m, "Handle")
       .def(py::init([](std::shared_ptr<Cudnn> cudnn) { return std::make_shared<Handle>(std::move(cudnn)); }),

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python's view of native/kernels: memory, element by element, selection, and the module itself.
-#include <algorithm>
-#include <cmath>
+#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -9,7 +8,7 @@
 #include "bindings/families.h"
 #include "kernels/elementwise.h"
 #include "kernels/memory.h"
-#include "kernels/pack.h"
+#include "kernels/parts.h"
 #include "kernels/reduce.h"
 #include "kernels/select.h"
 #include "kernels/threads.h"
@@ -167,6 +166,18 @@ bool bind_max_abs(const py::handle& x_, const py::handle& out_) {
 }
 
 // ---- one flat array and many -----------------------------------------------------------------------------------------
+
+struct CopyPart {
+  const float* from;
+  float* to;
+  std::size_t count;
+};
+
+void copy_parts(const std::vector<CopyPart>& parts) {
+  parallel_for_parts(parts, [](const CopyPart& part, std::size_t begin, std::size_t end) {
+    std::memcpy(part.to + begin, part.from + begin, (end - begin) * sizeof(float));
+  });
+}
 
 bool bind_pack(const py::args& xs, const py::handle& out_, std::size_t alignment) {
   const Out out(out_);

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Recorded kernels in Python: a plan is filled once and run at every replay without Python between its steps.
-#include <chrono>
-
 #include "bindings/arrays.h"
 #include "bindings/families.h"
 

@@ -6,7 +6,6 @@
 // is used (kernels/widen.cc) for vectors that have none.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace singa_lite {

@@ -53,8 +53,6 @@ class Cudnn {
 
   // Throws CudnnError with cuDNN's text unless `status` is success.
   void check(Status status, const std::string& what) const;
-  const std::string& name() const { return library_.name(); }
-  std::size_t version() const { return version_; }  // 90 000 + 100 minor + patch
   // Finds a function. Throws CudnnError with its name where the library has none.
   template <class Function>
   void load(Function*& function, const std::string& symbol) const {

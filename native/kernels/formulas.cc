@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas of formulas.h: a loop for each, and running one on arrays that broadcast.
-#include <cstring>
+#include <algorithm>
 #include <optional>
 
 #include "kernels/clones.h"

@@ -6,7 +6,6 @@
 // on vectors of that width want. b divides the number of channels, so an array has the same size in every format.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace singa_lite {

@@ -15,6 +15,8 @@ namespace singa_lite {
 #ifdef SINGA_LITE_ONEDNN
 namespace {
 
+using Tag = dnnl::memory::format_tag;
+
 constexpr std::size_t kMostCalls = 1024;  // a model has some hundred; inputs of ever new sizes must not fill memory
 
 std::size_t rounded(std::size_t bytes) {
@@ -187,12 +189,6 @@ std::shared_ptr<const OnednnCall> cached_call(CallKey key, const std::function<O
   calls.emplace(std::move(key), call);
   return call;
 }
-
-namespace {
-
-using Tag = dnnl::memory::format_tag;
-
-}  // namespace
 
 dnnl::memory::desc blocked(const Dims& dims, DataType type, std::int64_t block) {
   return {dims, type, block == 1 ? Tag::nchw : block == 8 ? Tag::nChw8c : block == 16 ? Tag::nChw16c : Tag::nhwc};

@@ -12,7 +12,6 @@
 
 #ifdef SINGA_LITE_ONEDNN
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>

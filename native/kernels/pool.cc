@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/pool.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -119,12 +118,6 @@ void max_plane_backward(const Pool& p, const float* dy, const Index* indices, fl
       if (r >= 0 && r < p.height && c >= 0 && c < p.width) dx[r * p.width + c] += *dy;
       ++dy;
     }
-}
-
-ALWAYS_INLINE float share(const Pool& p, const Span& rows, const Span& columns) {
-  const std::int64_t count =
-      p.count_include_pad ? p.kernel[0] * p.kernel[1] : (rows.end - rows.begin) * (columns.end - columns.begin);
-  return 1.0f / float(count);
 }
 
 void avg_plane(const Pool& p, const float* x, float* y) {

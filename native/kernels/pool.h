@@ -3,8 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
+
+#include "kernels/clones.h"
 
 namespace singa_lite {
 
@@ -28,6 +29,12 @@ inline Span span(const Pool& p, int axis, std::int64_t number, std::int64_t size
   return {begin, std::min(start + p.kernel[axis], size), begin - start};
 }
 
+// By what the average of a window multiplies its sum.
+ALWAYS_INLINE float share(const Pool& p, const Span& rows, const Span& columns) {
+  const std::int64_t inside = (rows.end - rows.begin) * (columns.end - columns.begin);
+  return 1.0f / float(p.count_include_pad ? p.kernel[0] * p.kernel[1] : inside);
+}
+
 // T: float or Bfloat16, of which sums are of float; Index: std::uint8_t or std::int32_t.
 template <class T, class Index>
 void max_pool(const Pool& pool, const T* x, T* y, Index* indices);
@@ -39,10 +46,10 @@ template <class T>
 void avg_pool_backward(const Pool& pool, const T* dy, T* dx);
 
 // One plane with a block of more than one channel (pool_blocked.cc).
-template <class Index>
-void max_plane_blocked(const Pool& pool, const float* x, float* y, Index* indices);
-template <class Index>
-void max_plane_backward_blocked(const Pool& pool, const float* dy, const Index* indices, float* dx);
+void max_plane_blocked(const Pool& pool, const float* x, float* y, std::uint8_t* indices);
+void max_plane_blocked(const Pool& pool, const float* x, float* y, std::int32_t* indices);
+void max_plane_backward_blocked(const Pool& pool, const float* dy, const std::uint8_t* indices, float* dx);
+void max_plane_backward_blocked(const Pool& pool, const float* dy, const std::int32_t* indices, float* dx);
 void avg_plane_blocked(const Pool& pool, const float* x, float* y);
 void avg_plane_backward_blocked(const Pool& pool, const float* dy, float* dx);
 

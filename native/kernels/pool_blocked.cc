@@ -80,11 +80,6 @@ ALWAYS_INLINE void max_lanes_backward(const Pool& p, const Span& rows, const Spa
   });
 }
 
-ALWAYS_INLINE float share(const Pool& p, const Span& rows, const Span& columns) {
-  const std::int64_t inside = (rows.end - rows.begin) * (columns.end - columns.begin);
-  return 1.0f / float(p.count_include_pad ? p.kernel[0] * p.kernel[1] : inside);
-}
-
 }  // namespace
 
 namespace pool_loops {
@@ -116,16 +111,22 @@ ALWAYS_INLINE void max_windows_backward(const Pool& p, const float* dy, const In
   });
 }
 
-CLONES void max_bytes(const Pool& p, const float* x, float* y, std::uint8_t* indices) { max_windows(p, x, y, indices); }
-CLONES void max_ints(const Pool& p, const float* x, float* y, std::int32_t* indices) { max_windows(p, x, y, indices); }
-CLONES void max_bytes_backward(const Pool& p, const float* dy, const std::uint8_t* indices, float* dx) {
-  max_windows_backward(p, dy, indices, dx);
-}
-CLONES void max_ints_backward(const Pool& p, const float* dy, const std::int32_t* indices, float* dx) {
-  max_windows_backward(p, dy, indices, dx);
-}
+}  // namespace pool_loops
 
-CLONES void avg(const Pool& p, const float* x, float* y) {
+// GCC clones no templates.
+#define FOR_INDICES_OF(Index)                                                                                  \
+  CLONES void max_plane_blocked(const Pool& p, const float* x, float* y, Index* indices) {                     \
+    pool_loops::max_windows(p, x, y, indices);                                                                 \
+  }                                                                                                            \
+  CLONES void max_plane_backward_blocked(const Pool& p, const float* dy, const Index* indices, float* dx) {    \
+    pool_loops::max_windows_backward(p, dy, indices, dx);                                                      \
+  }
+
+FOR_INDICES_OF(std::uint8_t)
+FOR_INDICES_OF(std::int32_t)
+#undef FOR_INDICES_OF
+
+CLONES void avg_plane_blocked(const Pool& p, const float* x, float* y) {
   for_windows(p, [&](std::int64_t number, const Span& rows, const Span& columns) INLINE_LAMBDA {
     float* to = y + number * p.block;
     std::memset(to, 0, sizeof(float) * std::size_t(p.block));
@@ -137,7 +138,7 @@ CLONES void avg(const Pool& p, const float* x, float* y) {
   });
 }
 
-CLONES void avg_backward(const Pool& p, const float* dy, float* dx) {
+CLONES void avg_plane_backward_blocked(const Pool& p, const float* dy, float* dx) {
   std::memset(dx, 0, sizeof(float) * std::size_t(p.height * p.width * p.block));
   for_windows(p, [&](std::int64_t number, const Span& rows, const Span& columns) INLINE_LAMBDA {
     const float factor = share(p, rows, columns);
@@ -147,26 +148,5 @@ CLONES void avg_backward(const Pool& p, const float* dy, float* dx) {
     });
   });
 }
-
-}  // namespace pool_loops
-
-template <>
-void max_plane_blocked(const Pool& p, const float* x, float* y, std::uint8_t* indices) {
-  pool_loops::max_bytes(p, x, y, indices);
-}
-template <>
-void max_plane_blocked(const Pool& p, const float* x, float* y, std::int32_t* indices) {
-  pool_loops::max_ints(p, x, y, indices);
-}
-template <>
-void max_plane_backward_blocked(const Pool& p, const float* dy, const std::uint8_t* indices, float* dx) {
-  pool_loops::max_bytes_backward(p, dy, indices, dx);
-}
-template <>
-void max_plane_backward_blocked(const Pool& p, const float* dy, const std::int32_t* indices, float* dx) {
-  pool_loops::max_ints_backward(p, dy, indices, dx);
-}
-void avg_plane_blocked(const Pool& p, const float* x, float* y) { pool_loops::avg(p, x, y); }
-void avg_plane_backward_blocked(const Pool& p, const float* dy, float* dx) { pool_loops::avg_backward(p, dy, dx); }
 
 }  // namespace singa_lite

@@ -70,7 +70,7 @@ ALWAYS_INLINE void choose_in(const Permutation& permutation, Index* indices, std
 CLONES void choose(const Permutation& permutation, std::int32_t* indices, std::size_t begin, std::size_t end) {
   choose_in(permutation, indices, begin, end);
 }
-CLONES void choose_wide(const Permutation& permutation, std::int64_t* indices, std::size_t begin, std::size_t end) {
+CLONES void choose(const Permutation& permutation, std::int64_t* indices, std::size_t begin, std::size_t end) {
   choose_in(permutation, indices, begin, end);
 }
 
@@ -90,15 +90,14 @@ const Registration random_indices("random_indices", [](const Call& call) -> Step
   if (n < 1 || n < double(indices.size()) || (indices.type == 'i' && n > 0x1p31)) return {};
   const Permutation permutation(std::uint64_t(n), std::uint64_t(call.number("seed")), std::uint64_t(call.number("counter")));
   constexpr std::size_t kWork = 32;  // of an index, in elements
-  if (indices.type == 'i')
-    return [permutation, to = static_cast<std::int32_t*>(indices.data), k = indices.size()] {
+  const auto step_into = [&](auto* to) -> Step {
+    return [permutation, to, k = indices.size()] {
       parallel_for(k, kWork, [&](std::size_t begin, std::size_t end) { index_loops::choose(permutation, to, begin, end); });
       return true;
     };
-  return [permutation, to = static_cast<std::int64_t*>(indices.data), k = indices.size()] {
-    parallel_for(k, kWork, [&](std::size_t begin, std::size_t end) { index_loops::choose_wide(permutation, to, begin, end); });
-    return true;
   };
+  if (indices.type == 'i') return step_into(static_cast<std::int32_t*>(indices.data));
+  return step_into(static_cast<std::int64_t*>(indices.data));
 });
 
 }  // namespace

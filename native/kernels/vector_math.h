@@ -28,7 +28,6 @@ inline constexpr std::int32_t kInfinityBits = 0x7f800000, kNanBits = 0x7fc00000,
 
 ALWAYS_INLINE float sqrt(float x) { return std::sqrt(x); }
 ALWAYS_INLINE float abs(float x) { return std::fabs(x); }
-ALWAYS_INLINE float floor(float x) { return std::floor(x); }
 ALWAYS_INLINE float ceil(float x) { return std::ceil(x); }
 ALWAYS_INLINE float pow(float a, float b) { return std::pow(a, b); }  // a call: exact powers matter more than speed
 ALWAYS_INLINE float floored_quotient(float a, float b) { return std::floor(a / b); }

@@ -78,11 +78,7 @@ class Context:
 
     def cast(self, array: Array, dtype: Any) -> Array:
         """Return ``array`` rounded or widened to ``dtype``; itself if it has it."""
-        if array.dtype == dtype:
-            return array
-        out = self.empty(array.shape, dtype)
-        self.run("cast", array, out=out)
-        return out
+        return self.backend.astype(array, dtype)
 
     def gradient_dtype(self, index: int, dtype: Any) -> Any:
         """Return the dtype that the gradient of an input should have; ``dtype``: that of the input as it was given.

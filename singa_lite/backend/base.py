@@ -7,8 +7,8 @@ not: how a kernel computes (cpu/), devices (device.py), Tensors and gradients (a
 Note [kernel form]: a kernel is called by name with input arrays, ``out=`` (an array or a tuple of arrays,
 allocated by the caller with the right shape and dtype) and plain attributes as keywords.
 - Arrays are row-major; copy and broadcast_to also take and write parts of larger arrays, of any strides.
-- ``out`` never shares memory with an input, but add, sub, mul, div and clip may write over their first
-  input. A kernel marked "in place" also reads its ``out``.
+- ``out`` never shares memory with an input, but clip and what computes element by element (formulas.h) may write over
+  their first input. A kernel marked "in place" also reads its ``out``.
 - All that the backward kernel needs is an input or an output: no state, no hidden saved buffers.
 - Nothing is random but through the attributes ``seed`` and ``counter``: same pair, same numbers.
 - float16, float32 and float64 all work, bfloat16 (dtypes.py) unless ``missing_precisions`` says "bf16"; the narrow ones
@@ -218,6 +218,14 @@ class Backend(ABC):
         """Return a row-major array of undefined content. dtype: whatever numpy.dtype accepts."""
         array = self.allocate(shape, dtype)
         return array if this_thread.recorder is None else this_thread.recorder.allocate(array)
+
+    def astype(self, array: Array, dtype: Any) -> Array:
+        """Return ``array`` rounded or widened to ``dtype``; itself if it has it."""
+        if array.dtype == dtype:
+            return array
+        out = self.empty(array.shape, dtype)
+        self.run("cast", array, out=out)
+        return out
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         """Return a row-major array of zeros, which it is again at the start of every replay."""

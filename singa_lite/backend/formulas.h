@@ -18,7 +18,6 @@ UNARY(exp, Real, x, exp(x))  // e^x
 UNARY(log, Real, x, log(x))  // the natural logarithm
 UNARY(sqrt, Real, x, sqrt(x))  // the square root
 UNARY(ceil, Real, x, ceil(x))  // the smallest whole number >= x
-UNARY(floor, Real, x, floor(x))  // the largest whole number <= x
 UNARY(abs, A, x, where(x < 0, -x, x + 0))  // |x|
 UNARY(negative, A, x, -x)  // -x
 UNARY(sign, A, x, where(x > 0, A(1), where(x < 0, A(-1), x)))  // -1, 0 or 1
@@ -47,7 +46,6 @@ BINARY(floor_div, A, a, b, floored_quotient(a, b))  // floor(a / b); 0 for an in
 BINARY(pow, Real, a, b, pow(a, b))  // a ** b
 BINARY(maximum, A, a, b, where(a < b, b, where(b == b, a, b)))  // the larger of a and b; NaN if one is
 BINARY(minimum, A, a, b, where(b < a, b, where(b == b, a, b)))  // the smaller of a and b; NaN if one is
-BINARY(finite_or, A, x, other, where(x - x == 0, x, other))  // x, or other where x is infinite or NaN
 
 // a ** 0 is 1 also at a = 0, where a ** -1 is infinite
 TERNARY(pow_backward_base, Real, dy, a, b, dy * where(b == 0, Real(0), b * pow(a, b - 1)))  // gradient of a, not yet summed

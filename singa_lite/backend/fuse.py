@@ -3,15 +3,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..graph.memory import Memory, View
+from ..graph.nodes import Node
 from ..graph.rewrite import GraphRewriter
 
 
 def are_alike(*views: View) -> bool:
     """Return whether all have the dtype of the first."""
     return all(view.dtype == views[0].dtype for view in views)
+
+
+def apply_rules(
+    nodes: list[Node], accepts: Callable[[View], bool], rules: Iterable[Callable[[GraphRewriter, int], None]]
+) -> list[Node]:
+    """Return a step after each rule was tried at each of its nodes, by number, in turn.
+
+    Args:
+        accepts: whether the rules take kernels that read and write an array.
+    """
+    graph = GraphRewriter(nodes, accepts)
+    for rule in rules:
+        for number in range(len(nodes)):
+            rule(graph, number)
+    return graph.rest()
 
 
 def relu_before_pooling(graph: GraphRewriter, last: int) -> None:

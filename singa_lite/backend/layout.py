@@ -112,10 +112,9 @@ class _Layout:
         if call.name != "conv2d_backward_weight":  # another image kernel may have made the weights
             first, _, *rest = call.inputs
             call = replace(call, inputs=(first, self._as(w, PLAIN, call), *rest))
-        of_written = {call.outputs[0].memory: wanted[0] if call.name == "conv2d_backward_data" else wanted[1]}
         formats = []
         for view, memory_format in ((x, wanted[0]), (y, wanted[1])):
-            if view.memory in of_written and call.name != "conv2d_backward_weight":
+            if view.memory is call.outputs[0].memory:
                 memory_format = self._set_format(view, memory_format)
             else:  # the convolution reorders what it reads itself
                 memory_format = self._formats.get(view.memory, PLAIN)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -148,7 +149,9 @@ def _fill(items: Iterable[Item], shelf: _Shelf[Item]) -> None:
 
 
 def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None, None]:
-    # daemon: an interpreter that ends while a reference is still held somewhere must not wait for it
+    # daemon: an interpreter that ends while a reference is still held somewhere must not wait for it. It closes this
+    # generator then, when threads run no more and join, from Python 3.13 on, does not return
+    is_ending = sys.is_finalizing
     thread = threading.Thread(target=_fill, args=(items, shelf), name="singa_lite prefetch", daemon=True)
     thread.start()
     try:
@@ -156,7 +159,8 @@ def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None
             yield taken[0]
     finally:
         shelf.close()
-        if thread is not threading.current_thread():  # the collector may drop this generator there
+        # the collector may drop this generator in that thread
+        if not is_ending() and thread is not threading.current_thread():
             thread.join()
     if shelf.error is not None:
         try:

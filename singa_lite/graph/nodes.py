@@ -99,7 +99,7 @@ class Flight:
     """Connects a Collective with its Wait: the work that the newest run started.
 
     Attributes:
-        work: comm.base.Work, of a module above; None before the first run and once it was waited for.
+        work: comm.work.Work, of a module above; None before the first run and once it was waited for.
     """
 
     __slots__ = ("work",)

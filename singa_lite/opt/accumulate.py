@@ -21,7 +21,7 @@ import numpy as np
 
 from ..device import Device
 from ..dtypes import accumulation_dtype
-from ..errors import CheckpointError, check_int
+from ..errors import CheckpointError
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
 from ..tensor import Tensor
 
@@ -38,13 +38,9 @@ class GradientSums:
 
     Args:
         num_batches: calls an update, >= 1; with 1 gradients pass as they are.
-
-    Raises:
-        OptionError: ``num_batches`` is not an int >= 1.
     """
 
     def __init__(self, num_batches: int) -> None:
-        check_int("DistOpt", "accumulate", num_batches, 1)
         self.num_batches = num_batches
         self._calls = 0  # since this was made, or the number in the sum that was loaded
         self._sums: dict[Tensor, Array] = {}
@@ -90,7 +86,7 @@ class GradientSums:
         for param, grad in pairs:
             total = self._sum_of(param)
             grads, totals = by_kind.setdefault((param.device, total.dtype.char), ([], []))
-            grads.append(_as_dtype(grad, total.dtype))
+            grads.append(param.device.backend.astype(grad.array, total.dtype))
             totals.append(total)
         for (device, _), (grads, totals) in by_kind.items():
             # an update at a learning rate of -1 adds, all arrays by one kernel
@@ -122,7 +118,8 @@ class GradientSums:
 
     def _mean(self, param: Tensor, grad: Tensor, has_sum: bool) -> Tensor:
         """Turn the gradient of the last call into the mean, in place."""
-        run, wide = param.device.backend.run, _as_dtype(grad, accumulation_dtype(param.dtype))
+        backend = param.device.backend
+        run, wide = backend.run, backend.astype(grad.array, accumulation_dtype(param.dtype))
         if has_sum:
             run("add", wide, self._sums[param], out=wide)
         run("mul", wide, self._factor(param.device, wide.dtype), out=wide)
@@ -215,12 +212,3 @@ class GradientSums:
                 backend = param.device.backend
                 backend.run("copy", backend.asarray(values), out=self._sum_of(param))
                 self._pending[param] = None
-
-
-def _as_dtype(grad: Tensor, dtype: np.dtype[Any]) -> Array:
-    """Return the array of ``grad``, or if it is of another dtype, a copy of that dtype."""
-    if grad.dtype == dtype:
-        return grad.array
-    wide = grad.device.backend.empty(grad.shape, dtype)
-    grad.device.backend.run("cast", grad.array, out=wide)
-    return wide

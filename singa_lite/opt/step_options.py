@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import OptionError
 from ..sync.base import OptimizerView, Scheme, StepContext, option_names
@@ -87,8 +87,8 @@ class StepOptions:
         return scheme, options, scheme.step_key(step)
 
 
-def schedules(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, str]:
-    """Return the text of each option that is a schedule, by "the schedule of <name>"."""
+def schedules(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Any]:
+    """Return what ``described`` says of each option that is a schedule, by "the schedule of <name>"."""
     return {
         f"the schedule of {key}": described(value, dist.opt._step_counter)
         for key, value in _values(dist, scheme, given).items()

@@ -29,6 +29,7 @@ from ..users_line import warn
 from .arguments import repeats
 from .record import Known, Record, RecordInfo, replays_before_check
 from .run import Run, written_by
+from .variables import OF_ALL_TENSORS
 
 # both times the records that one kind of call needs (Optimizer.records_per_kind)
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
@@ -43,7 +44,6 @@ NOT_NOTICED = (
     "Pass it to the model as an argument, keep it in an attribute of the model, or compile with use_graph=False"
 )
 name_of = attrgetter("name")
-GRADIENT = {"_grad", "_has_fresh_grad"}  # attributes that some Tensors have
 
 
 @dataclass
@@ -331,6 +331,6 @@ def _unfit(tensors: list[Tensor], has_overlap: bool) -> str | None:
     if has_overlap:
         return "two inputs share memory, or one does with a Tensor that the step writes; pass x.clone()"
     for tensor in tensors:
-        for name in vars(tensor).keys() - vars(Tensor.wrap(tensor.array, tensor.device)).keys() - GRADIENT:
+        for name in vars(tensor).keys() - OF_ALL_TENSORS - {"name"}:
             return f"an input has an attribute {name} of its own, which may be another one at the next call"
     return "an input stores its gradient" if any(tensor.stores_grad for tensor in tensors) else None

@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, get_type_hints
 
 import numpy as np
 
@@ -322,13 +322,19 @@ def text_of(options: Any, without: tuple[str, ...] = ()) -> str:
 
 def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
     """Return the names of the options that a scheme takes."""
+    return tuple(types_of(scheme))
+
+
+def types_of(scheme: type[Scheme]) -> Mapping[str, Any]:
+    """Return the type of each option."""
     options: Any = scheme.Options  # Any: mypy takes no class for hashable
-    return _names_of(options)
+    return _types_of(options)
 
 
 @cache
-def _names_of(options: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(options))
+def _types_of(options: Any) -> Mapping[str, Any]:
+    """Return the type of each field; found once, as that takes longer than reading a text."""
+    return MappingProxyType(get_type_hints(options))
 
 
 def scale_in_place(backend: Backend, flat: Array, factor: float) -> None:

@@ -33,15 +33,12 @@ def clip_gradients(grads: list[Tensor], norm: float) -> None:
         return
     factors = clip_factors(grads, norm, EPSILON)
     for grad in grads:
-        run, dtype = grad.device.backend.run, accumulation_dtype(grad.dtype)
+        backend, dtype = grad.device.backend, accumulation_dtype(grad.dtype)
         factor = factors[dtype].reshape(())  # for a gradient without dimensions, too
-        if dtype == grad.dtype:
-            run("mul", grad.array, factor, out=grad.array)
-        else:
-            wide = grad.device.backend.empty(grad.shape, dtype)
-            run("cast", grad.array, out=wide)
-            run("mul", wide, factor, out=wide)
-            run("cast", wide, out=grad.array)
+        wide = backend.astype(grad.array, dtype)
+        backend.run("mul", wide, factor, out=wide)
+        if wide is not grad.array:
+            backend.run("cast", wide, out=grad.array)
 
 
 def clip_factors(grads: list[Tensor], norm: float, epsilon: float = 0.0) -> dict[Any, Array]:

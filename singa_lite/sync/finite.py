@@ -182,10 +182,6 @@ def _sums(grads: Sequence[Tensor]) -> Tensor:
     dtype = max((accumulation_dtype(grad.dtype) for grad in grads), key=lambda each: each.itemsize)
     sums = device.backend.empty((len(grads),), dtype)
     for number, grad in enumerate(grads):
-        source = grad.array.reshape(-1)
-        if grad.dtype != dtype:
-            wide = device.backend.empty(source.shape, dtype)
-            device.backend.run("cast", source, out=wide)
-            source = wide
+        source = device.backend.astype(grad.array.reshape(-1), dtype)
         device.backend.run("sum", source, out=sums[number : number + 1], axes=(0,), keepdims=True)
     return Tensor.wrap(sums, device)

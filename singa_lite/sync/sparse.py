@@ -100,10 +100,7 @@ class SparseMessage:
             values, words = self._parts(messages[rank])
             indices = empty((self._code.k,), self.index_dtype)
             run("unpack_indices", words, out=indices, low_bits=self._code.low_bits)
-            wide = values
-            if values.dtype != self.flat.dtype:
-                wide = empty(values.shape, self.flat.dtype)
-                run("cast", values, out=wide)
+            wide = self.backend.astype(values, self.flat.dtype)
             run("scatter_add", indices[:count], wide[:count], out=self.flat)
         if scale != 1.0:
             scale_in_place(self.backend, self.flat, scale)

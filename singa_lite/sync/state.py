@@ -17,7 +17,7 @@ Array = Any  # a raw array of the device's backend
 
 
 class Group(Protocol):
-    """Parameters that are sent together (sync.base.Bucket)."""
+    """Parameters that are sent together (sync.buckets.Bucket)."""
 
     params: list[Tensor]
     backend: Any

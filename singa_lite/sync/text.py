@@ -6,14 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from math import inf
-from types import MappingProxyType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args
 
 from ..errors import OptionError, check_choice
 from . import find_schemes
-from .base import Scheme, option_names, text_of
+from .base import Scheme, option_names, text_of, types_of
 
 BOOLS = {"1": True, "true": True, "0": False, "false": False}
 # what Python reads besides, such as 1_0, spaces, other alphabets' digits and inf, is a slip of the pen here
@@ -124,18 +122,6 @@ def form_of(scheme: type[Scheme]) -> str:
             f"write {name}[:{next(iter(types))}], with another dist_option and its options: {', '.join(each)}"
         )
     return f"write {name}[:{next(iter(types))}][:key=value...], with the options {', '.join(each)}"
-
-
-def types_of(scheme: type[Scheme]) -> Mapping[str, Any]:
-    """Return the type of each option."""
-    options: Any = scheme.Options  # Any: mypy takes no class for hashable
-    return _types_of(options)
-
-
-@cache
-def _types_of(options: Any) -> Mapping[str, Any]:
-    """Return the type of each field; found once, as that takes longer than reading a text."""
-    return MappingProxyType(get_type_hints(options))
 
 
 def _value_of(text: str, kind: Any) -> Any:

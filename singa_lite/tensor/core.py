@@ -12,7 +12,6 @@ forward pass may have kept for its backward. Between the two, leave the tensors 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -524,7 +523,8 @@ class Tensor:
 
     def gaussian(self, mean: float, std: float) -> Tensor:
         """Draw from the normal distribution of the device's random stream; OptionError unless both are finite."""
-        if not self._holds(check_number("gaussian", "mean", mean), check_number("gaussian", "std", std)):
+        mean, std = check_number("gaussian", "mean", mean), check_number("gaussian", "std", std, 0)
+        if not self._holds(mean, std):
             raise OptionError(f"gaussian: mean = {mean} and std = {std} must be finite as {self.dtype}")
         return self._draw("random_normal", mean=mean, std=std)
 
@@ -545,7 +545,7 @@ class Tensor:
 
     def bernoulli(self, p: float) -> Tensor:
         """Draw 1 with probability ``p``, else 0."""
-        return self._draw("random_bernoulli", p=p)
+        return self._draw("random_bernoulli", p=check_number("bernoulli", "p", p, 0, 1))
 
     def _holds(self, *numbers: float) -> bool:
         """Return whether none of these is beyond the largest number of this dtype; True of one without such."""
@@ -554,9 +554,6 @@ class Tensor:
     def _draw(self, kernel: str, **attributes: float) -> Tensor:
         if not is_float(self.dtype):
             raise DTypeError(f"{kernel}: needs a float tensor, not {self.dtype}")
-        for name, value in attributes.items():
-            lowest, highest = (0.0, 1.0) if name == "p" else (0.0 if name == "std" else -math.inf, math.inf)
-            attributes[name] = check_number(kernel, name, value, lowest, highest)
         seed, counter = self.device.next_random()
         return self._fill(kernel, seed=seed, counter=counter, **attributes)
 
@@ -710,11 +707,7 @@ def to_numpy(t: Tensor | np.ndarray) -> np.ndarray:
 
 def number_array(where: str, value: object, like: Tensor) -> Any:
     """Return a raw scalar of ``like``'s dtype and backend; DTypeError for what is not a number or does not fit."""
-    try:
-        return like.device.backend.asarray(convert_number(where, value, like.dtype))
-    except AttributeError:
-        check_tensor(where, like)
-        raise
+    return like.device.backend.asarray(convert_number(where, value, like.dtype))
 
 
 def check_tensor(where: str, t: object) -> None:
@@ -767,7 +760,6 @@ def _python_number(array: np.ndarray) -> Number:
 def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
     """The raw array of ``other``; a number becomes one of ``tensor``'s dtype, or of float32 beside 16 bits."""
     if not isinstance(other, Tensor):
-        check_tensor(where, tensor)
         value = convert_number(where, other, accumulation_dtype(tensor.dtype))
         return tensor.device.backend.asarray(value)
     check_alike(where, tensor, other)

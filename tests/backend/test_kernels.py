@@ -387,7 +387,6 @@ SAMPLES = [
     Sample("negative", (X,), (-X,)),
     Sample("sign", (X,), (np.sign(X),)),
     Sample("ceil", (X,), (np.ceil(X),)),
-    Sample("floor", (X,), (np.floor(X),)),
     Sample("square", (X,), (X * X,)),
     Sample("add", (X, Y), (X + Y,)),
     Sample("sub", (Y, X), (Y - X,)),

@@ -70,7 +70,7 @@ def be_late(kind: str, folder: Path) -> None:
     else:
         with os.fdopen(os.open(folder / "pipe", os.O_RDWR)) as pipe:
             debugger = pdb.Pdb(stdin=pipe, stdout=io.StringIO(), readrc=False)
-            debugger.set_trace()
+            debugger.set_trace()  # where Python 3.13 stops
             debugger.set_continue()  # the breakpoint
 
 
@@ -136,11 +136,12 @@ def run_late(kind: str, folder: Path, transport: str, has_logs: bool) -> tuple[l
     return [texts[0][0], texts[2][0]], [texts[0][1], texts[2][1]]
 
 
+BREAKPOINT = "where Python 3.13 stops" if sys.version_info >= (3, 13) else "the breakpoint"
 EVIDENCE = {
     "stop": "none: the process is stopped by a signal",
     "loop": f'File "{HERE}", line {line_of("the endless loop")}',
     "native": f'File "{HERE}", line {line_of("the native call")} in be_late',
-    "pdb": f'File "{HERE}", line {line_of("the breakpoint")} in be_late',
+    "pdb": f'File "{HERE}", line {line_of(BREAKPOINT)} in be_late',
 }
 
 

@@ -19,6 +19,14 @@ def check_ratio(where: str, ratio: object) -> float:
     return check_number(where, "ratio", ratio)
 
 
+def drop(context: Context, x: Array, ratio: float) -> tuple[Array, Array]:
+    """Return ``x`` without a random share of it, and the mask of what stays."""
+    y, mask = context.empty(x.shape, x.dtype), context.empty(x.shape, "bool")
+    seed, counter = context.device.next_random()
+    context.run("dropout", x, out=(y, mask), ratio=ratio, seed=seed, counter=counter)
+    return y, mask
+
+
 class Dropout(Operator):
     autocast = "keep"
 
@@ -29,10 +37,7 @@ class Dropout(Operator):
         check_floats("dropout", *inputs)
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        x = inputs[0]
-        y, mask = context.empty(x.shape, x.dtype), context.empty(x.shape, "bool")
-        seed, counter = context.device.next_random()
-        context.run("dropout", x, out=(y, mask), ratio=self.ratio, seed=seed, counter=counter)
+        y, mask = drop(context, inputs[0], self.ratio)
         context.save(mask)
         return y
 

@@ -11,7 +11,7 @@ from ...errors import OptionError, ShapeError, check_bool, check_choice, check_i
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
-from .dropout import check_ratio
+from .dropout import check_ratio, drop
 
 __all__ = ["recurrent"]
 
@@ -70,7 +70,7 @@ class Recurrent(Operator):
         given = x
         for number, (weights, cells) in enumerate(parts):
             if number > 0:
-                given, mask = self._drop(context, given)
+                given, mask = drop(context, given, self.dropout)
                 masks.append(mask)
             starts, ends = ([array[cells] for array in arrays] for arrays in (states, last))
             y = context.empty((*x.shape[:2], config.num_directions * config.hidden_size), x.dtype)
@@ -105,12 +105,6 @@ class Recurrent(Operator):
                 dy = context.empty(given.shape, given.dtype)
                 context.run("dropout_backward", dx, masks[number - 1], out=dy, ratio=self.dropout)
         return (dx, self._joined(context, dws, w_shape), *dstarts)
-
-    def _drop(self, context: Context, x: Array) -> tuple[Array, Array]:
-        y, mask = context.empty(x.shape, x.dtype), context.empty(x.shape, "bool")
-        seed, counter = context.device.next_random()
-        context.run("dropout", x, out=(y, mask), ratio=self.dropout, seed=seed, counter=counter)
-        return y, mask
 
     def _options(self, num_calls: int) -> dict[str, Any]:
         """Attributes of one of so many kernel calls."""

@@ -29,7 +29,6 @@ UFUNCS = {  # numpy's own, which write into the result
     "negative": np.negative,
     "sign": np.sign,
     "ceil": np.ceil,
-    "floor": np.floor,
     "square": np.square,
     "add": np.add,
     "sub": np.subtract,

@@ -47,7 +47,6 @@ FUNCTIONS = {
     "log1p": np.log1p,
     "sqrt": np.sqrt,
     "tanh": np.tanh,
-    "floor": np.floor,
     "ceil": np.ceil,
     "pow": np.power,
     "logistic": logistic,

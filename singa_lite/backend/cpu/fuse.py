@@ -15,7 +15,7 @@ from ...dtypes import bfloat16
 from ...graph.memory import View, row_major
 from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
-from ..fuse import are_alike, relu_before_pooling
+from ..fuse import apply_rules, are_alike, relu_before_pooling
 from ..fuse_norm import add_residual, relu_after, relu_in_norm_backward
 from .fuse_rows import RULES
 
@@ -36,7 +36,6 @@ def _is_compiled(call: Kernel, *others: View) -> bool:
 
 def fuse(nodes: list[Node]) -> list[Node]:
     """Return the same step in fewer kernels."""
-    graph = GraphRewriter(nodes, is_compiled_dtype)
     rules = (
         _add_bias,
         partial(add_residual, takes=_is_compiled),
@@ -45,10 +44,7 @@ def fuse(nodes: list[Node]) -> list[Node]:
         partial(relu_in_norm_backward, takes=_is_compiled),
         *RULES,
     )
-    for rule in rules:
-        for number in range(len(nodes)):
-            rule(graph, number)
-    return graph.rest()
+    return apply_rules(nodes, is_compiled_dtype, rules)
 
 
 def _add_bias(graph: GraphRewriter, last: int) -> None:

@@ -165,11 +165,8 @@ def run(
         after = cell.forward(kept, t, state)
         if alive is not None:
             after = [np.where(alive[t], new, old) for new, old in zip(after, state, strict=True)]
-            kept.carry(t, after)
-            y[t] = np.where(alive[t], after[0], 0)
-        else:
-            kept.carry(t, after)
-            y[t] = after[0]
+        y[t] = after[0] if alive is None else np.where(alive[t], after[0], 0)
+        kept.carry(t, after)
         state = after
     return state
 

@@ -13,18 +13,14 @@ from ...dtypes import is_float
 from ...graph.memory import View
 from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
-from ..fuse import relu_before_pooling
+from ..fuse import apply_rules, relu_before_pooling
 from ..fuse_norm import add_residual, relu_after, relu_in_norm_backward
 from .batch_norm import has_fused_calls
 
 
 def fuse(nodes: list[Node]) -> list[Node]:
     """Return the same step in fewer kernels."""
-    graph = GraphRewriter(nodes, lambda view: is_float(view.dtype))
-    for rule in RULES:
-        for number in range(len(nodes)):
-            rule(graph, number)
-    return graph.rest()
+    return apply_rules(nodes, lambda view: is_float(view.dtype), RULES)
 
 
 def _bias_and_relu(graph: GraphRewriter, last: int) -> None:

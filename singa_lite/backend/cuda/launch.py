@@ -169,13 +169,13 @@ class Launcher(Backend):
         try:
             yield packed
         finally:
-            switch_stream(self._end_packing, packed)
+            switch_stream(self._leave_packing, packed)
 
     def _start_packing(self, uses: tuple[Array, ...]) -> None:
         self.streams.enter(PACK, self.streams.current.record_event)
         self.streams.keep(*uses)
 
-    def _end_packing(self, packed: Packed) -> None:
+    def _leave_packing(self, packed: Packed) -> None:
         with self.lock:
             packed.event, packed.capture = self.streams.current.record_event(), self.capture
         self.streams.leave()
@@ -186,15 +186,11 @@ class Launcher(Backend):
         try:
             yield
         finally:
-            switch_stream(self._end_unpacking)
+            switch_stream(self.end_packing)
 
     def _start_unpacking(self, packed: Packed) -> None:
         is_same = packed.capture is self.capture  # else a graph packed it that ended before this one began
         self.streams.enter(UNPACK, lambda: packed.event if is_same else self.streams.current.record_event())
-
-    def _end_unpacking(self) -> None:
-        self.streams.leave()
-        self.join()
 
     def join(self) -> None:
         self.streams.join()

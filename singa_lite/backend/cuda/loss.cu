@@ -130,7 +130,7 @@ KERNEL attention_backward_of_warps(const T* scores, const T* dy, T* y, T* dx, In
 
 // ---- labels -----------------------------------------------------------------------------------------------------
 
-// What kernels found wrong, in memory of the host: {whether, id, number of classes}.
+// The labels of a row. faults: what kernels found wrong, in memory of the host: {whether, id, number of classes}.
 struct Labels {
   const U* labels;
   bool are_rows;

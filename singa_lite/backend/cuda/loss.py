@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-import numpy as np
-
-from ...dtypes import accumulation_dtype, bfloat16, is_narrow
+from ...dtypes import accumulation_dtype, is_narrow
 from ...errors import ShapeError
 from ..base import Array
+from ..cpu.loss import smallest_normal
 from .launch import THREADS, Launcher
 
 # elements of a row of scores at most that a warp has: its threads hold kHeld of loss.cu each
@@ -139,11 +138,13 @@ class LossKernels(Launcher):
         self._labelled("softmax_cross_entropy_backward", labels, (dy, probabilities), out)
 
     def cross_entropy(self, probabilities: Array, labels: Array, *, out: Array) -> None:
-        given = (_smallest(probabilities), out, *self.memory_of_grid(probabilities.shape[0]))
+        given = (smallest_normal(probabilities.dtype), out, *self.memory_of_grid(probabilities.shape[0]))
         self._labelled("cross_entropy", labels, (probabilities,), *given)
 
     def cross_entropy_backward(self, dy: Array, probabilities: Array, labels: Array, *, out: Array) -> None:
-        self._labelled("cross_entropy_backward", labels, (dy, probabilities), _smallest(probabilities), out)
+        self._labelled(
+            "cross_entropy_backward", labels, (dy, probabilities), smallest_normal(probabilities.dtype), out
+        )
 
     def _labelled(self, name: str, labels: Array, arrays: tuple[Array, ...], *arguments: object) -> None:
         """Start a kernel with a block for each row of the last of ``arrays`` (N, C)."""
@@ -193,9 +194,3 @@ def causal_parts(queries: Array, keys: Array, causal: bool) -> Iterator[tuple[Pa
         rows, seen = slice(start, min(start + step, length)), slice(0, num_seen)
         yield (Ellipsis, rows, slice(None)), (Ellipsis, seen, slice(None))
         num_seen = start
-
-
-def _smallest(probabilities: Array) -> float:
-    """Return the least normal number of the type: a probability of 0 costs log(tiny), not infinity."""
-    dtype = probabilities.dtype
-    return float(np.finfo(np.float32 if dtype == bfloat16 else dtype).tiny)  # they have the same
