@@ -88,7 +88,7 @@ class State:
         communicator_lock: held while it is made.
         messenger: the process's messenger (comm.p2p.Messenger), made at first use.
         messenger_pid: likewise the process that made it.
-        store: the process's store of a job (kvstore.base.KVStore), made at first use.
+        store: the process's store of a job (kvstore.store.KVStore), made at first use.
         store_pid: likewise the process that made it.
         store_arguments: what it was made with.
         jobs: what is known of the job checkpoints of each model (checkpoint.job.JobState).

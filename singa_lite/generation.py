@@ -83,11 +83,10 @@ class Manifest:
             raise CheckpointError(f"expected a manifest of format {FORMAT}, got other values")
         manifest = Manifest(**values)
         whole = [getattr(manifest, name) for name in ("number", "step", "world_size")]
-        if not all(type(value) is int and value >= 0 for value in whole):
-            raise CheckpointError("its manifest has values that no job writes")
         lists = (manifest.samplers, manifest.extras, manifest.own, manifest.shared)
         if (
-            not isinstance(manifest.saved_at, (int, float))
+            not all(type(value) is int and value >= 0 for value in whole)
+            or not isinstance(manifest.saved_at, (int, float))
             or not 0 <= manifest.saved_at < LATEST_S
             or not isinstance(manifest.id, str)
             or not isinstance(manifest.dist_option, (str, type(None)))

@@ -259,7 +259,7 @@ bool read_message(Messenger& messenger, Incoming& message, const py::list& array
 }  // namespace
 
 PYBIND11_MODULE(_comm, m) {
-  m.doc() = "Shared-memory collectives; singa_lite/comm/shm.py calls them.";
+  m.doc() = "What singa_lite/comm needs of native code: collectives and messages in shared memory, flight records, 16 bits.";
   // Kept for the life of the process: exceptions may be translated while the interpreter shuts down.
   static PyObject* comm_error = py::object(py::module_::import("singa_lite.errors").attr("CommError")).release().ptr();
   py::register_exception_translator([](std::exception_ptr pointer) {
@@ -271,7 +271,6 @@ PYBIND11_MODULE(_comm, m) {
   });
 
   py::class_<Op, std::shared_ptr<Op>>(m, "Op")
-      .def_property_readonly("has_ended", [](const Op& op) { return op.state.load() != 0; })
       .def_property_readonly("has_succeeded", [](const Op& op) { return op.state.load() == 1; })
       .def_property_readonly("number", [](const Op& op) { return op.fingerprint.sequence; })
       .def_readonly("is_asked_to_stop", &Op::is_asked_to_stop)  // once it has succeeded
@@ -318,7 +317,6 @@ PYBIND11_MODULE(_comm, m) {
 
   py::class_<FlightFile>(m, "FlightFile")
       .def(py::init<int>(), py::arg("size"))
-      .def_property_readonly("descriptor", &FlightFile::descriptor)
       .def("describe", [](FlightFile& file, const std::string& id, const std::string& title) {
         file.record().describe(id, title);
       })

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/nccl.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <future>
@@ -29,14 +27,7 @@ std::string seconds(double value) {
   return (text.back() == '.' ? text.substr(0, text.size() - 1) : text) + " s";
 }
 
-std::atomic<int> forks{0};
-
 }  // namespace
-
-int num_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  return forks + 0 * registered;
-}
 
 std::string NcclOp::label() const {
   if (is_graph) return name;

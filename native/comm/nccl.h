@@ -24,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/forks.h"
 #include "comm/nccl_cuda.h"
 #include "comm/nccl_library.h"
 #include "comm/peers.h"
@@ -66,9 +67,6 @@ struct NcclOp {
   std::atomic<bool> was_aborted{false};  // before it ended by itself; set before has_ended
 };
 
-// How often this process is a forked child of one that had loaded this, without asking the kernel.
-int num_forks();
-
 class NcclCommunicator {
  public:
   // Returns once every rank has joined. `shown_rank`: in texts, that of the world.
@@ -100,7 +98,7 @@ class NcclCommunicator {
   // a forked child.
   void close(double limit_s = kLeaveS);
   void abort(const std::string& reason);
-  bool is_forked() const { return forks_ != num_forks(); }
+  bool is_forked() const { return forks_ != forks_so_far(); }
 
  private:
   std::string where(const std::string& label) const { return "rank " + std::to_string(shown_rank_) + ": " + label; }
@@ -122,7 +120,7 @@ class NcclCommunicator {
   const int rank_, size_, device_;
   const int shown_rank_;  // in the world, for texts
   const double timeout_s_;
-  const int forks_ = num_forks();
+  const std::uint64_t forks_ = forks_so_far();
   CudaContext context_;
   std::shared_ptr<Stream> stream_;
   std::uint64_t sequence_ = 0;

@@ -14,28 +14,25 @@ constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2;
 }  // namespace
 
 Driver::Driver(const std::vector<std::string>& names) try : library_(names) {
-  const auto get = [this](auto& function, const char* symbol) {
-    function = library_.get<std::remove_pointer_t<std::remove_reference_t<decltype(function)>>>(symbol);
-  };
-  get(init_, "cuInit");
-  get(get_error_string_, "cuGetErrorString");
-  get(device_uuid_, "cuDeviceGetUuid_v2");
-  get(retain_primary_, "cuDevicePrimaryCtxRetain");
-  get(current_device_, "cuCtxGetDevice");
-  get(current_context_, "cuCtxGetCurrent");
-  get(push_, "cuCtxPushCurrent_v2");
-  get(pop_, "cuCtxPopCurrent_v2");
-  get(pointer_attribute_, "cuPointerGetAttribute");
-  get(exchange_capture_mode_, "cuThreadExchangeStreamCaptureMode");
-  get(is_capturing_, "cuStreamIsCapturing");
-  get(priorities_, "cuCtxGetStreamPriorityRange");
-  get(create_stream_, "cuStreamCreateWithPriority");
-  get(destroy_stream_, "cuStreamDestroy_v2");
-  get(wait_, "cuStreamWaitEvent");
-  get(create_event_, "cuEventCreate");
-  get(destroy_event_, "cuEventDestroy_v2");
-  get(record_, "cuEventRecord");
-  get(query_, "cuEventQuery");
+  library_.get(init_, "cuInit");
+  library_.get(get_error_string_, "cuGetErrorString");
+  library_.get(device_uuid_, "cuDeviceGetUuid_v2");
+  library_.get(retain_primary_, "cuDevicePrimaryCtxRetain");
+  library_.get(current_device_, "cuCtxGetDevice");
+  library_.get(current_context_, "cuCtxGetCurrent");
+  library_.get(push_, "cuCtxPushCurrent_v2");
+  library_.get(pop_, "cuCtxPopCurrent_v2");
+  library_.get(pointer_attribute_, "cuPointerGetAttribute");
+  library_.get(exchange_capture_mode_, "cuThreadExchangeStreamCaptureMode");
+  library_.get(is_capturing_, "cuStreamIsCapturing");
+  library_.get(priorities_, "cuCtxGetStreamPriorityRange");
+  library_.get(create_stream_, "cuStreamCreateWithPriority");
+  library_.get(destroy_stream_, "cuStreamDestroy_v2");
+  library_.get(wait_, "cuStreamWaitEvent");
+  library_.get(create_event_, "cuEventCreate");
+  library_.get(destroy_event_, "cuEventDestroy_v2");
+  library_.get(record_, "cuEventRecord");
+  library_.get(query_, "cuEventQuery");
   check(init_(0), "cuInit");
 } catch (const CudaError&) {
   throw;

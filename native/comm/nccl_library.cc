@@ -4,31 +4,28 @@
 namespace singa_lite {
 
 NcclLibrary::NcclLibrary(const std::vector<std::string>& names) try : library(names) {
-  const auto get = [this](auto& function, const char* symbol) {
-    function = library.get<std::remove_pointer_t<std::remove_reference_t<decltype(function)>>>(symbol);
-  };
   Status (*get_version)(int*);
-  get(get_version, "ncclGetVersion");
-  get(get_error_string_, "ncclGetErrorString");
+  library.get(get_version, "ncclGetVersion");
+  library.get(get_error_string_, "ncclGetErrorString");
   if (get_version(&version) != kNcclSuccess || version < kNcclOldest)
     throw std::runtime_error(library.name() + " is version " + std::to_string(version) + " (22809 is 2.28.9), but " +
                              "2.14 or later is needed");
-  get(get_last_error_, "ncclGetLastError");
-  get(get_unique_id, "ncclGetUniqueId");
-  get(init, "ncclCommInitRankConfig");
-  get(get_async_error, "ncclCommGetAsyncError");
-  get(finalize, "ncclCommFinalize");
-  get(destroy, "ncclCommDestroy");
-  get(abort, "ncclCommAbort");
-  get(all_reduce, "ncclAllReduce");
-  get(reduce, "ncclReduce");
-  get(broadcast, "ncclBroadcast");
-  get(all_gather, "ncclAllGather");
-  get(reduce_scatter, "ncclReduceScatter");
-  get(group_start, "ncclGroupStart");
-  get(group_end, "ncclGroupEnd");
-  get(send, "ncclSend");
-  get(receive, "ncclRecv");
+  library.get(get_last_error_, "ncclGetLastError");
+  library.get(get_unique_id, "ncclGetUniqueId");
+  library.get(init, "ncclCommInitRankConfig");
+  library.get(get_async_error, "ncclCommGetAsyncError");
+  library.get(finalize, "ncclCommFinalize");
+  library.get(destroy, "ncclCommDestroy");
+  library.get(abort, "ncclCommAbort");
+  library.get(all_reduce, "ncclAllReduce");
+  library.get(reduce, "ncclReduce");
+  library.get(broadcast, "ncclBroadcast");
+  library.get(all_gather, "ncclAllGather");
+  library.get(reduce_scatter, "ncclReduceScatter");
+  library.get(group_start, "ncclGroupStart");
+  library.get(group_end, "ncclGroupEnd");
+  library.get(send, "ncclSend");
+  library.get(receive, "ncclRecv");
 } catch (const std::runtime_error& error) {
   throw CommError(std::string("NCCL cannot be used: ") + error.what());
 }

@@ -172,7 +172,6 @@ void Messenger::leave(const std::string& why) {
 std::shared_ptr<Outgoing> Messenger::send(int to, std::string head, const std::vector<Memory>& arrays) {
   check_usable();
   auto message = std::make_shared<Outgoing>();
-  message->to = to;
   message->head = std::move(head);
   message->frame.head_bytes = message->head.size();
   for (const Memory& array : arrays) message->frame.payload_bytes += array.bytes;

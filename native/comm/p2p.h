@@ -78,7 +78,6 @@ class Pieces {
 
 // A message of this process on its way; its arrays stay where they are until it is sent.
 struct Outgoing {
-  int to = 0;
   Frame frame{};
   std::string head;
   Pieces pieces;

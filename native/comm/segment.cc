@@ -28,6 +28,16 @@ constexpr double kCheckS = 0.05;  // between calls of the caller's check, which 
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
+// See Note [locks].
+struct flock lock_of(int rank) {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
+
 std::string reason() { return std::strerror(errno); }
 
 void pause_s(double seconds) {
@@ -231,11 +241,7 @@ void Segment::map(std::size_t bytes) {
 // Note [locks]: a rank holds a POSIX record lock on byte `rank` of the file from here to its end. The kernel
 // drops it when the process dies, before anyone collects it, and a forked child does not inherit it.
 void Segment::take_rank() {
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank_;
-  lock.l_len = 1;
+  struct flock lock = lock_of(rank_);
   if (fcntl(fd_, F_SETLK, &lock) != 0)
     throw CommError(where() + "rank " + std::to_string(rank_) + " is taken by process " +
                     std::to_string(block(rank_).pid.load()) + "; give every process its own rank");
@@ -244,11 +250,7 @@ void Segment::take_rank() {
 }
 
 bool Segment::is_alive(int peer) const {
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = peer;
-  lock.l_len = 1;
+  struct flock lock = lock_of(peer);
   if (fcntl(fd_, F_GETLK, &lock) != 0) return true;  // no verdict; the time-out remains
   return lock.l_type != F_UNLCK;
 }

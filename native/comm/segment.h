@@ -28,7 +28,7 @@ enum class Progress : std::uint32_t { kPosted, kReduced, kConsumed };  // the th
 
 struct alignas(kLine) RankBlock {
   std::atomic<std::uint64_t> counters[3];  // rounds posted, reduced and consumed, in one line
-  alignas(kLine) std::atomic<std::uint64_t> waits_for;  // packed Await (engine.cc) while asleep, else 0
+  alignas(kLine) std::atomic<std::uint64_t> waits_for;  // packed Await (waiting.cc) while asleep, else 0
   std::atomic<std::uint32_t> bell;                      // the futex this rank sleeps on
   alignas(kLine) std::atomic<Presence> presence;
   std::atomic<std::int32_t> pid;
@@ -91,7 +91,6 @@ class Segment {
   std::size_t total_bytes() const { return total_bytes_; }
   // Header::flight_at of a segment's memory, 0 if it is not of this version.
   static std::size_t flight_at(const char* memory, std::size_t bytes);
-  int rank() const { return rank_; }
   int size() const { return size_; }
 
   // Whether the process of a peer still holds its lock: false from the instant it dies, collected or not.

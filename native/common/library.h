@@ -36,12 +36,11 @@ class Library {
     return reinterpret_cast<Function*>(dlsym(handle_, symbol));
   }
 
-  // The function `symbol`. Throws std::runtime_error if the library has none.
+  // Have `function` point to the function `symbol`. Throws std::runtime_error if the library has none.
   template <typename Function>
-  Function* get(const char* symbol) const {
-    Function* function = find<Function>(symbol);
+  void get(Function*& function, const char* symbol) const {
+    function = find<Function>(symbol);
     if (function == nullptr) throw std::runtime_error(name_ + " has no function " + symbol);
-    return function;
   }
 
  private:

@@ -5,7 +5,7 @@ What lives here: times of one collective, and of a step whose buckets leave as t
 messages an option sends (wire_bytes.py).
 
 Note [symbols]: N ranks; B the payload in bytes; α seconds from a rank to the next (latency and the overhead of sending
-and receiving); β seconds for a byte on a rank's link; γ seconds for a byte to be added. A collective's time is in two
+and receiving); β seconds for a byte on a rank's link; adding costs nothing. A collective's time is in two
 parts, as collectives in flight share a link but not latency: how long it holds the link, and how long after it ends.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -31,24 +31,22 @@ class Network:
     Attributes:
         hop_s: α, seconds from a rank to the next.
         byte_s: β, seconds for a byte.
-        add_s: γ, seconds for a byte to be added.
         algorithm: of all-reduce: "ring" and "doubling" always that one, "smaller" the one that takes less time, as MPI
             and NCCL choose. The emulated link of comm/link.py is a ring.
     """
 
     hop_s: float
     byte_s: float
-    add_s: float = 0.0
     algorithm: str = "ring"
 
     def __post_init__(self) -> None:
-        for name in ("hop_s", "byte_s", "add_s"):
+        for name in ("hop_s", "byte_s"):
             check_number("Network", name, getattr(self, name), 0)
         check_choice("Network", "algorithm", self.algorithm, ALGORITHMS)
 
     @classmethod
     def of_link(cls, bits_per_s: float, latency_s: float, algorithm: str = "ring") -> Network:
-        """Return the network of a link's rate in bit/s and its latency in seconds, where adding costs nothing."""
+        """Return the network of a link's rate in bit/s and its latency in seconds."""
         return cls(latency_s, 8 / bits_per_s, algorithm=algorithm)
 
 
@@ -78,15 +76,15 @@ def together(transfers: Iterable[Transfer]) -> Transfer:
 
 
 def ring_all_reduce(network: Network, payload: float, size: int) -> Transfer:
-    """Return the time of an all-reduce on a ring: 2(N-1) α + 2(N-1)/N β B + (N-1)/N γ B."""
-    steps, share = _check(payload, size) - 1, payload / size
-    return Transfer(steps * share * (2 * network.byte_s + network.add_s), 2 * steps * network.hop_s)
+    """Return the time of an all-reduce on a ring: 2(N-1) α + 2(N-1)/N β B."""
+    steps, share = 2 * (_check(payload, size) - 1), payload / size
+    return Transfer(steps * share * network.byte_s, steps * network.hop_s)
 
 
 def doubling_all_reduce(network: Network, payload: float, size: int) -> Transfer:
-    """Return the time of an all-reduce by recursive doubling: ceil(log2 N) (α + (β + γ) B)."""
+    """Return the time of an all-reduce by recursive doubling: ceil(log2 N) (α + β B)."""
     rounds = _rounds(_check(payload, size))
-    return Transfer(rounds * payload * (network.byte_s + network.add_s), rounds * network.hop_s)
+    return Transfer(rounds * network.byte_s * payload, rounds * network.hop_s)
 
 
 def all_reduce(network: Network, payload: float, size: int) -> Transfer:
@@ -125,11 +123,6 @@ def collective(network: Network, message: Message, size: int) -> Transfer:
     }
     check_choice("collective", "kind", message.kind, kinds)
     return kinds[message.kind](network, message.payload, size)
-
-
-def exchange(network: Network, messages: Iterable[Message], size: int) -> Transfer:
-    """Return the time of a bucket's messages, of which each waits for the one before."""
-    return together(collective(network, message, size) for message in messages)
 
 
 def hierarchical_all_reduce(

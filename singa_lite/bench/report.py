@@ -53,7 +53,7 @@ class Row:
         option: the dist_option.
         num_runs: seeds.
         accuracy, loss: 0 to 1; mean over the last epoch.
-        step_bytes, step_payload: of a step of a rank: the last epoch's bytes by its steps and the ranks.
+        step_bytes: of a step of a rank: the last epoch's bytes by its steps and the ranks.
         run_bytes: of all steps and ranks.
         fp32_ratio: the mean run_bytes of fp32 by those of this option; None without a row of fp32, or without bytes.
         step_ms: mean over the steps of a run.
@@ -70,7 +70,6 @@ class Row:
     accuracy: Figure
     loss: Figure
     step_bytes: Figure
-    step_payload: Figure
     run_bytes: Figure
     fp32_ratio: float | None
     step_ms: Figure
@@ -136,7 +135,6 @@ def _row(
         accuracy=Figure.of([run["accuracy"] for run in results]),
         loss=Figure.of([run["loss"] for run in results]),
         step_bytes=Figure.of([_per_step(run, "bytes_sent") for run in results]),
-        step_payload=Figure.of([_per_step(run, "bytes_payload") for run in results]),
         run_bytes=run_bytes,
         fp32_ratio=reference / run_bytes.mean if reference is not None and run_bytes.mean else None,
         step_ms=Figure.of([run["step_ms"] for run in results]),

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import data, tensor
-from ..comm.work import Traffic
 from ..device import create_device
 from ..errors import OptionError
 from ..files import atomic_file
@@ -118,7 +117,7 @@ class RankTraining:
         self._sampler = data.ShardedSampler(count, settings.batch_size, rank, world, seed=settings.seed)
         self._step_s: list[float] = []
         self._parts_s: dict[str, list[float | None]] = {}
-        self._traffic = Traffic()
+        self._bytes_sent = 0
         self._evaluations: list[dict[str, Any]] = []
 
     def run(self, *, is_shown: bool = False) -> dict[str, Any]:
@@ -133,7 +132,7 @@ class RankTraining:
             steps, train_s: of the run; seconds of rank 0, without evaluations.
             step_ms: mean over rank 0's steps, as options may do more in some than in others; not those of ``_warm``.
             parts_ms: the same of each part of a step (sync/step_seconds.py); none if a step had several updates.
-            bytes_sent, bytes_payload: of all steps, of each rank.
+            bytes_sent: of all steps, of each rank.
             epochs: of each the mean loss, steps, and bytes of all ranks.
             evaluations: of each the steps and train_s before it, the bytes of all ranks until then, and the accuracy.
             num_records: of steps that were replayed.
@@ -147,8 +146,8 @@ class RankTraining:
             for epoch in range(self._settings.epochs):
                 epochs.append(self._epoch(clock, advance, is_last=epoch == self._settings.epochs - 1))
         with clock.stopped():
-            by_rank = np.zeros((2, self.dist.world_size))
-            by_rank[:, self.dist.global_rank] = self._traffic.bytes_sent, self._traffic.bytes_payload
+            by_rank = np.zeros(self.dist.world_size)
+            by_rank[self.dist.global_rank] = self._bytes_sent
             self._sum(by_rank)
         records = self._model.graph_info()
         return {
@@ -158,8 +157,7 @@ class RankTraining:
             "train_s": clock.seconds,
             "step_ms": 1e3 * statistics.fmean(_warm(self._step_s)),
             "parts_ms": self._parts_ms(),
-            "bytes_sent": [int(count) for count in by_rank[0]],
-            "bytes_payload": [int(count) for count in by_rank[1]],
+            "bytes_sent": [int(count) for count in by_rank],
             "epochs": epochs,
             "evaluations": self._evaluations,
             "num_records": sum(record.break_reason is None for record in records),
@@ -169,7 +167,7 @@ class RankTraining:
 
     def _epoch(self, clock: Clock, advance: Callable[[], object], *, is_last: bool) -> dict[str, Any]:
         settings, images = self._settings, self._images
-        before, loss_sum = self._traffic.copy(), 0.0
+        before, loss_sum = self._bytes_sent, 0.0
         self._model.train()
         for number, indices in enumerate(self._sampler, 1):
             batch = self._batch(images.train_images, images.train_labels, indices)
@@ -180,9 +178,8 @@ class RankTraining:
                 with clock.stopped():
                     self._evaluate(clock.seconds)
                     self._model.train()
-        now = self._traffic.since(before)
         with clock.stopped():
-            totals = np.array([loss_sum, now.bytes_sent, now.bytes_payload])
+            totals = np.array([loss_sum, self._bytes_sent - before])
             self._sum(totals)
         steps = len(self._sampler)
         loss = float(totals[0]) / (steps * self.dist.world_size)
@@ -190,13 +187,12 @@ class RankTraining:
             "loss": loss,
             "steps": steps,
             "bytes_sent": int(totals[1]),
-            "bytes_payload": int(totals[2]),
         }
 
     def _step(self, x: np.ndarray, y: np.ndarray) -> float:
         """Make one step; return the batch's loss. Timed from the call to the loss on the host."""
         inputs, labels = tensor.from_numpy(x, self._device), tensor.from_numpy(y, self._device)
-        before, updates = self._sent(), self.dist.step_counter
+        before, updates = self.dist.total_bytes_sent, self.dist.step_counter
         start = time.perf_counter()
         loss = _loss_of(self._model(inputs, labels, **self._arguments))
         value = float(loss.item())
@@ -206,7 +202,7 @@ class RankTraining:
                 self._parts_s.setdefault(name, []).append(seconds)
         if len(self._step_s) == 1:
             self._check_option_has_run()
-        self._traffic.add(self._sent().since(before))
+        self._bytes_sent += self.dist.total_bytes_sent - before
         return value
 
     def _check_option_has_run(self) -> None:
@@ -219,9 +215,6 @@ class RankTraining:
                 f"{self._settings.option!r}; it must call self.optimizer(loss), or have an argument dist_option and "
                 "pass it on"
             )
-
-    def _sent(self) -> Traffic:
-        return Traffic(self.dist.total_bytes_sent, self.dist.total_bytes_payload)
 
     def _step_parts(self) -> dict[str, float | None]:
         """Return the seconds of parts of the last step, by name."""
@@ -255,13 +248,12 @@ class RankTraining:
                 x, y = self._batch(images, labels, part)
                 out = tensor.to_numpy(self._model(tensor.from_numpy(x, self._device)))
                 correct += int(np.count_nonzero(out.argmax(axis=1) == y))
-        totals = np.array([correct, self._traffic.bytes_sent, self._traffic.bytes_payload], np.float64)
+        totals = np.array([correct, self._bytes_sent], np.float64)
         self._sum(totals)
         evaluation = {
             "step": len(self._step_s),
             "seconds": seconds,
             "bytes_sent": int(totals[1]),
-            "bytes_payload": int(totals[2]),
             "accuracy": float(totals[0]) / len(labels),
         }
         self._evaluations.append(evaluation)

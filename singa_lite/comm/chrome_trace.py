@@ -36,11 +36,13 @@ class TracedCollective(NamedTuple):
         process: that rank's in the trace.
         key: equal on all ranks for one collective: restart, step, name, and how many of it came before in the step.
         waited: of the clock, times corrected to rank 0's.
+        times: those of ``waited``.
     """
 
     process: int
     key: tuple[int, int, str, int]
     waited: Waited
+    times: tuple[float, float, float]
 
 
 def chrome_trace(parts: Mapping[int, Part]) -> dict[str, Any]:
@@ -119,7 +121,9 @@ def _collectives(process: int, part: Part) -> Iterator[TracedCollective]:
         counts: dict[str, int] = defaultdict(int)
         for each in waited:
             counts[each.name] += 1
-            yield TracedCollective(process, (part.restart, number, each.name, counts[each.name]), each)
+            if each.times is not None:
+                key = (part.restart, number, each.name, counts[each.name])
+                yield TracedCollective(process, key, each, each.times)
 
 
 def _host_events(process: int, part: Part, start: float) -> Iterator[Event]:
@@ -152,10 +156,8 @@ def _wire_events(
     num_ranks = Counter(part.restart for part in parts.values() if part.host)
     num_with = Counter((parts[process].restart, step) for process, step in steps if parts[process].host)
     wires: dict[int, list[float]] = defaultdict(list)  # of a process: when each of its wires is free
-    timed = [each for each in collectives if each.waited.times is not None]
-    for number, each in enumerate(sorted(timed, key=_posted)):
-        process, (restart, step, name, _), waited = each
-        posted, there, ended = waited.times or (0.0, 0.0, 0.0)
+    for number, each in enumerate(sorted(collectives, key=lambda one: one.times[0])):
+        process, (restart, step, name, _), waited, (posted, there, ended) = each
         there, ended = max(posted, there), max(posted, there, ended)
         wire = next((k for k, free in enumerate(wires[process]) if free <= posted), len(wires[process]))
         if wire == len(wires[process]):
@@ -177,20 +179,15 @@ def _arrow(
     number: int, one: TracedCollective, thread: int, spans: Sequence[Span], wire: int, start: float
 ) -> Iterator[Event]:
     """Yield the arrow from what called a collective, over its wire, to what followed the wait for it."""
-    waited = one.waited
-    posted, there, _ = waited.times or (0.0, 0.0, 0.0)
-    before, after = _span_at(spans, posted), _span_at(spans, waited.end)
+    posted, there, _ = one.times
+    before, after = _span_at(spans, posted), _span_at(spans, one.waited.end)
     if before is None or after is None:
         return
     arrow = {"id": number, "name": "gradient", "cat": "gradient", "pid": one.process}
     first, last = (thread * PER_THREAD + THREAD_OF.get(span.phase, COMPUTE) for span in (before, after))
     yield {**arrow, "ph": "s", "ts": 1e6 * (posted - start), "tid": first}
     yield {**arrow, "ph": "t", "ts": 1e6 * (max(posted, there) - start), "tid": wire}
-    yield {**arrow, "ph": "f", "bp": "e", "ts": 1e6 * (waited.end - start), "tid": last}
-
-
-def _posted(one: TracedCollective) -> float:
-    return one.waited.times[0] if one.waited.times else 0.0
+    yield {**arrow, "ph": "f", "bp": "e", "ts": 1e6 * (one.waited.end - start), "tid": last}
 
 
 def _last_process(one: TracedCollective, same: Sequence[TracedCollective], is_whole: bool) -> int | None:
@@ -198,10 +195,9 @@ def _last_process(one: TracedCollective, same: Sequence[TracedCollective], is_wh
 
     None if it may have been a rank that was killed before it wrote the step, which is not ``is_whole`` then.
     """
-    there = one.waited.times[1] if one.waited.times else 0.0
-    timed = [each for each in same if each.waited.times is not None]
-    nearest = min(timed, key=lambda each: abs(_posted(each) - there))
-    return nearest.process if is_whole or _posted(nearest) == there else None
+    there = one.times[1]
+    nearest = min(same, key=lambda each: abs(each.times[0] - there))
+    return nearest.process if is_whole or nearest.times[0] == there else None
 
 
 def _span_at(spans: Sequence[Span], now: float) -> Span | None:

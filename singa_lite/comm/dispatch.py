@@ -26,11 +26,14 @@ class DispatchCommunicator(Communicator):
     Args:
         host: for numpy arrays, objects and barriers; closed with this one.
         parent: the communicator this one is a group of.
+        name: of a group, for reports.
     """
 
-    def __init__(self, host: Communicator, parent: DispatchCommunicator | None = None) -> None:
+    def __init__(
+        self, host: Communicator, parent: DispatchCommunicator | None = None, name: str = "of GPUs"
+    ) -> None:
         super().__init__(host.world, host.timeout_s)
-        self.host = host
+        self.host, self._name = host, name
         self.flight_recorder = host.flight_recorder
         self.stop_requests = host.stop_requests
         # native: the first NCCL communicator of a world and its groups, on whose stream they all run
@@ -54,7 +57,7 @@ class DispatchCommunicator(Communicator):
             device = device_of(array)
             above = self._first[0] if self._first else None
             with unrecorded():
-                self._nccl = NcclCommunicator(self.host, device, parent=above)
+                self._nccl = NcclCommunicator(self.host, device, parent=above, name=self._name)
             self._first[:] = [above or self._nccl._native]
         return self._nccl
 
@@ -65,11 +68,7 @@ class DispatchCommunicator(Communicator):
         return self.host.all_gather_object(value, name=name)
 
     def follow_graph(self, graph: Graph, last: Work) -> tuple[Callable[[], None], Callable[[], None]]:
-        return (
-            self.host.follow_graph(graph, last)
-            if self._nccl is None
-            else self._nccl.follow_graph(graph, last)
-        )
+        return (self._nccl or self.host).follow_graph(graph, last)
 
     @property
     def carries_requests(self) -> bool:
@@ -104,8 +103,8 @@ class DispatchCommunicator(Communicator):
         return self.side(like)._new_array(shape, like)
 
     def _new_group(self, ranks: list[int], name: str) -> DispatchCommunicator | None:
-        host = self.host.new_group(ranks, name=name)
-        return None if host is None else DispatchCommunicator(host, self)
+        host = self.host._new_group(ranks, name)
+        return None if host is None else DispatchCommunicator(host, self, name)
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         if self._nccl is not None and type(array) is self._nccl.kind:

@@ -68,7 +68,7 @@ class ExitHooks:
             yield
         if not self._reports_first:  # before weakref.finalize closes what has joined now
             self._reports_first = True
-            self.at_exit(_do_nothing)
+            self.at_exit(lambda: None)
 
     def at_exit(self, call: Callable[[], None]) -> Callable[[], None]:
         """Register ``call`` for the end of this process, the latest one first; return what unregisters it."""
@@ -206,10 +206,6 @@ def _end_of_script() -> BaseException | None:
     frame = None if traceback is None else traceback.tb_frame
     is_script = frame is not None and frame.f_globals is vars(sys.modules["__main__"])
     return error if is_script and not hasattr(sys, "ps1") else None
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def report_from_run() -> None:

@@ -35,6 +35,7 @@ from .flight_report import full_report, late_pids, ranks_text
 from .stacks import write_stacks
 
 REPORT = "what every rank was doing"  # in an error, before the path of the report
+SHOWN_CHARS = 64  # of a name, in a warning
 ALL_CALLS = 64  # kFlightCalls of native/comm/flight_recorder.h
 TITLE_BYTES = 108  # of FlightHeader there
 WARN_SHARE = 0.1  # of the time-out, as kWarnShare of native/comm/engine.h
@@ -93,7 +94,7 @@ class FlightRecorder(ABC):
         """Write to the error stream which ranks this one waits for, and where."""
         file, line = self.sites.find(kind, name)
         where = f" ({file}:{line})" if file else ""
-        shown = name if len(name) <= ALL_CALLS else name[:ALL_CALLS] + "..."
+        shown = name if len(name) <= SHOWN_CHARS else name[:SHOWN_CHARS] + "..."
         tell(
             f"singa_lite: warning: rank {rank} has waited {waited_s:.3g} s in {kind} #{number} {shown!r}{where} for "
             f"{ranks_text(late)}; `singa-lite inspect {os.getpid()}` shows what every rank is doing\n"

@@ -72,12 +72,6 @@ class CupyArrays:
         self._current_stream = cupy.cuda.get_current_stream
         self._current_stream().synchronize()  # kernels on any other stream read that 1
 
-    def address(self, array: Any) -> int:
-        """Return the address of ``array``."""
-        if type(array) is self.kind:
-            return array.data.ptr  # type: ignore[no-any-return]
-        return address_of(array)
-
     def locate(self, array: Any) -> tuple[int, int, int]:
         """Return the address of ``array``, the number of its GPU and the handle of its stream.
 

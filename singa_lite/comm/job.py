@@ -41,7 +41,8 @@ class Job:
         num_workers: >= 1.
         num_servers: >= 0.
         rendezvous_id: random name shared by all processes of a "shm" job, else "".
-        transport: that of the Messenger to join it with (``comm.find_messengers``): "local", "shm" (one host), "mpi".
+        transport: that of the Messenger to join it with (``comm.find_messengers``), "shm" (one host) or "mpi"; "local"
+            is of a job of one, which has none.
     """
 
     rank: int = 0

@@ -128,10 +128,13 @@ class MpiCommunicator(Communicator):
         words = f"{op} " * (op is not None) + f"{array.dtype}[{array.size}]"
         words += f" as {wire_dtype}" * bool(wire_dtype) + f" root {root}" * (kind in ("reduce", "broadcast"))
         words += "" if scale is None or scale[0] == 1 else f" scaled by {scale[0]!s}"
-        if self._recorder is not None and self.error is None:
+        call = call_of(self._num_calls, kind, name, words)
+        self._check_usable(call)
+        if self._recorder is not None:
             codes = codes_of(operation, array.dtype)
-            self._recorder.start(codes, array.shape, array.size, self._num_calls, kind, name)
-        return self._collective(kind, words, name, flat, wire, scale, small, large)
+            self._recorder.start(codes, array.shape, array.size, call.number, kind, name)
+        self._num_calls += 1
+        return self._collective(call, flat, wire, scale, small, large)
 
     def _all_reduce(
         self, operation: Operation, flat: Array, out: Array, wire: np.dtype[Any], scale: Array | None
@@ -269,9 +272,7 @@ class MpiCommunicator(Communicator):
 
     def _collective(
         self,
-        kind: str,
-        words: str,
-        name: str,
+        call: Call,
         flat: Array,
         wire: np.dtype[Any],
         scale: Array | None,
@@ -279,15 +280,6 @@ class MpiCommunicator(Communicator):
         large: Callable[[], None],
     ) -> Work:
         """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
-        call = call_of(self._num_calls, kind, name, words)
-        if self._process != os.getpid():
-            raise CommError(
-                f"rank {self.world.name_of(self.rank)}: {call.label}: an MPI communicator made before fork() is not "
-                f"usable in the child (process {os.getpid()}); make the world after"
-            )
-        if self.error is not None:
-            raise CommError(f"rank {self.world.name_of(self.rank)}: {call.label}: {self.error}")
-        self._num_calls += 1
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
         posted, asks_to_stop = time.perf_counter(), self.stop_requests.is_sent
 
@@ -315,6 +307,16 @@ class MpiCommunicator(Communicator):
         )
         self._queue.put(transfer)
         return transfer
+
+    def _check_usable(self, call: Call) -> None:
+        """Raise CommError in a forked child, or where the communicator has failed."""
+        if self._process != os.getpid():
+            raise CommError(
+                f"rank {self.world.name_of(self.rank)}: {call.label}: an MPI communicator made before fork() is not "
+                f"usable in the child (process {os.getpid()}); make the world after"
+            )
+        if self.error is not None:
+            raise CommError(f"rank {self.world.name_of(self.rank)}: {call.label}: {self.error}")
 
     def _work(self) -> None:
         while True:

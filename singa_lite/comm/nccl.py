@@ -46,7 +46,6 @@ from .gpu_recorder import GpuRecorder
 from .wire import WIRE_DTYPES
 from .work import Array, Work
 
-# The numbers of native/comm/types.h.
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
 MAX_COMPARED = 4096  # Operations; more are compared at every call, and not remembered
@@ -311,7 +310,7 @@ class NcclCommunicator(Communicator):
         return self._arrays.empty(shape, like.dtype)  # type: ignore[no-any-return]
 
     def _new_group(self, ranks: list[int], name: str) -> NcclCommunicator | None:
-        host = self.host.new_group(ranks, name=name)
+        host = self.host._new_group(ranks, name)
         if host is None:
             return None
         return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, parent=self._native, name=name)

@@ -2,7 +2,7 @@
 """The contract of messages between the workers and the servers of a job.
 
 What lives here: checks of what is sent, counting, the texts of errors. What does not: moving bytes
-(p2p_local.py, p2p_shm.py, p2p_mpi.py), who is in the job (job.py), what a message means.
+(p2p_shm.py, p2p_mpi.py), who is in the job (job.py), what a message means.
 """
 
 from __future__ import annotations

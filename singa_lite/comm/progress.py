@@ -65,10 +65,10 @@ class ProgressFile:
         """Return the ranks that take signals as requests to stop."""
         return [rank for rank, record in enumerate(self._records()) if record[1]]
 
-    def first_failure(self) -> tuple[int | None, int]:
-        """Return which rank's failure is nearest to the cause, and its exit code; None, 0 if none is known."""
-        failures = [(record[3], rank, record[2]) for rank, record in enumerate(self._records()) if record[2]]
-        return min(failures)[1:] if failures else (None, 0)
+    def first_failure(self) -> int | None:
+        """Return which rank's failure is nearest to the cause; None if none is known."""
+        failures = [(record[3], rank) for rank, record in enumerate(self._records()) if record[2]]
+        return min(failures)[1] if failures else None
 
     def remove(self) -> None:
         """Remove the file."""

@@ -47,8 +47,7 @@ class SharedOptimizer:
                 self._store.set_learning_rate(lr)
             else:
                 self._store.agree("set_learning_rate", {"the learning rate": lr})
-        self._optimizer.lr = lr
-        self._note_lr()
+        self._take_lr(lr)
 
     def _take_lr(self, lr: float) -> None:
         """Take over a learning rate that the script has set by the store's ``set_learning_rate``."""
@@ -129,7 +128,6 @@ class SharedOptimizer:
         """Remember what the optimizer is, and the one that the store has."""
         self._noted = self._attributes()
         self._description = None if self._store is None else self._store.optimizer_description
-        self._note_lr()
 
     def _note_lr(self) -> None:
         now = self._attributes()

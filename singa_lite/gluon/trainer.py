@@ -409,7 +409,7 @@ class Trainer:
     def _connect(self, compression_params: Mapping[str, Any] | None) -> None:
         """Make the keys with worker 0's parameters, which all workers get."""
         store, params = self._store, list(self._params.values())
-        if store is None or not isinstance(store, KVStore):
+        if not isinstance(store, KVStore):
             if compression_params is not None:
                 raise OptionError(
                     f"Trainer: compression_params need a store of kvstore.create(), not {store!r}"

@@ -133,7 +133,8 @@ class StepClock:
     def end(self) -> StepTimes:
         """End a step; return what was measured since the last one ended."""
         self.is_running = False
-        self._write()
+        if self._writer is not None:
+            self._write()
         times, self._times = self._times, StepTimes()
         self._num_written = 0
         return times

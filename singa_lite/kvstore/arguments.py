@@ -10,7 +10,7 @@ import numpy as np
 from ..comm.base import DTYPES
 from ..device import get_default_device
 from ..dtypes import LARGEST_FLOAT32
-from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_int, check_number
+from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_int, check_number, check_text
 from ..sync.arrays import GivenArray, add_up
 from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
@@ -43,22 +43,15 @@ class Arguments:
             raise OptionError(f"{self._name}: {where}: give at least one key")
         kinds = {str if isinstance(one, str) else int for one in [*given, *list(self.specs)[:1]]}
         keys: list[Key] = [
-            one if isinstance(one, str) else check_int(f"{self._name}: {where}", "key", one, 0)
+            check_text(f"{self._name}: {where}", "key", one)
+            if isinstance(one, str)
+            else check_int(f"{self._name}: {where}", "key", one, 0)
             for one in given
         ]
         if len(kinds) > 1:
             raise OptionError(f"{self._name}: {where}: keys are ints or texts, not both: {keys}")
         if len(set(keys)) < len(keys):
             raise OptionError(f"{self._name}: {where}: a key is there twice: {keys}")
-        for one in keys:
-            if (
-                isinstance(one, str)
-                and not one.isascii()
-                and any("\ud800" <= char <= "\udfff" for char in one)
-            ):
-                raise OptionError(
-                    f"{self._name}: {where}: key {one!r} has a surrogate, so it cannot be sent as text"
-                )
         return keys
 
     def values(self, where: str, key: Keys, value: Any) -> list[list[Any]]:

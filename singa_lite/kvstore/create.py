@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import config
 from ..comm.base import World
+from ..comm.error_stream import text_of
 from ..comm.exit_hooks import exit_hooks
 from ..comm.job import launched_job
 from ..comm.local import LocalCommunicator
@@ -92,7 +93,7 @@ def serve(timeout_s: float | None = None) -> None:
     try:
         Server(messenger).serve()
     except Exception as error:  # a script may catch it; the workers get it in any case
-        messenger.abort(f"{type(error).__name__}: {error}")
+        messenger.abort(text_of(error))
         raise
     messenger.close()
 

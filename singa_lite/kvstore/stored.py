@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ..backend.base import Backend
 from ..errors import CheckpointError
 from ..opt.base import Optimizer, create
 from ..tensor import Tensor
@@ -51,11 +50,6 @@ class StoredArray:
         self.param.name = str(key)
         self.optimizer: Optimizer | None = None
         self.updater: Updater | None = None
-
-    @property
-    def backend(self) -> Backend:
-        """The backend of the device it lives on."""
-        return self.param.device.backend
 
     def set_optimizer(self, description: Description, lr: float | None = None) -> None:
         """Update the value by a new optimizer, without state, from now on; ``lr`` None is the one described."""

@@ -224,12 +224,10 @@ def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace)
             parser.error("--link: is for collectives, not for messages to servers; leave out -s")
         if options.hosts is not None:
             parser.error("--link: not with -H; links between hosts are real")
-    if options.timeout_s is not None and not options.timeout_s > 0:
-        parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
-    if options.stop_timeout is not None and not options.stop_timeout > 0:
-        parser.error(f"--stop-timeout {options.stop_timeout:g}: must be > 0")
-    if options.exit_timeout is not None and not options.exit_timeout > 0:
-        parser.error(f"--exit-timeout {options.exit_timeout:g}: must be > 0")
+    for name in ("timeout_s", "stop_timeout", "exit_timeout"):
+        seconds = getattr(options, name)
+        if seconds is not None and not seconds > 0:
+            parser.error(f"--{name.replace('_', '-')} {seconds:g}: must be > 0")
 
 
 def _is_local(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:

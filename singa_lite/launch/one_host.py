@@ -129,7 +129,6 @@ class Round:
     Attributes:
         code: the launcher's exit code.
         failed: number of the process that failed first, or that could not be started; None: no single one.
-        how: it ended, such as "exit code 1".
         steps: the newest step of each rank; None for one that has counted none.
         started_at, ended_at: when the round began and when it failed or ended, in seconds of ``time.time``.
         error: a process could not be started.
@@ -138,7 +137,6 @@ class Round:
 
     code: int
     failed: int | None
-    how: str
     steps: Sequence[int | None]
     started_at: float
     ended_at: float
@@ -168,7 +166,7 @@ def launch_round(
     except OSError as error:
         remove_segments(rendezvous_id)
         failed = CannotStart(f"launch: cannot start {len(names)} processes: {error}; {HELP}")
-        return Round(1, None, str(error), [None] * len(names), started_at, time.time(), failed)
+        return Round(1, None, [None] * len(names), started_at, time.time(), failed)
     job.signals = signals
     failure: CommError | None = None
     try:
@@ -187,11 +185,11 @@ def launch_round(
             reaper.dismiss()
     if failure is not None:
         output.rest(DRAIN_S)
-        return Round(1, len(job.processes), str(failure), steps, started_at, time.time(), failure)
+        return Round(1, len(job.processes), steps, started_at, time.time(), failure)
     code = job.report()
     output.rest(DRAIN_S)
     ended_at, has_progress = job.ended_at or time.time(), job.progress.is_there
-    return Round(code, *job.first_failure(), steps, started_at, ended_at, has_progress=has_progress)
+    return Round(code, job.first_failure()[0], steps, started_at, ended_at, has_progress=has_progress)
 
 
 def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:

@@ -37,7 +37,7 @@ from .hosts import Host, place
 from .one_host import LaunchOptions, Round, common_environment, open_standard_descriptors
 from .process_names import role_names
 from .reaper import REQUESTS, die_with_launcher
-from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
+from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S
 
 CURE = "pip install 'singa-lite[mpi]'"
 ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
@@ -121,7 +121,7 @@ def launch_host_round(
             arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
             with reports_at_sigquit(write_report):
                 code, is_asked = _supervise(arguments, environ, signals, progress, options)
-        steps, (failed, how) = progress.steps(), progress.first_failure()
+        steps, failed = progress.steps(), progress.first_failure()
     finally:
         progress.remove()
     if signals:
@@ -135,7 +135,7 @@ def launch_host_round(
         write_report(text)
         code = 0 if is_well else 128 + signals[0]
     has_progress = progress.is_there
-    return Round(code, failed, how_ended(how), steps, started_at, time.time(), has_progress=has_progress)
+    return Round(code, failed, steps, started_at, time.time(), has_progress=has_progress)
 
 
 def find_mpiexec() -> tuple[str, int]:

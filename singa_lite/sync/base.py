@@ -322,7 +322,8 @@ def text_of(options: Any, without: tuple[str, ...] = ()) -> str:
 
 def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
     """Return the names of the options that a scheme takes."""
-    return tuple(types_of(scheme))
+    options: Any = scheme.Options  # Any: mypy takes no class for hashable
+    return tuple(_types_of(options))
 
 
 def types_of(scheme: type[Scheme]) -> Mapping[str, Any]:

@@ -707,7 +707,11 @@ def to_numpy(t: Tensor | np.ndarray) -> np.ndarray:
 
 def number_array(where: str, value: object, like: Tensor) -> Any:
     """Return a raw scalar of ``like``'s dtype and backend; DTypeError for what is not a number or does not fit."""
-    return like.device.backend.asarray(convert_number(where, value, like.dtype))
+    try:
+        return like.device.backend.asarray(convert_number(where, value, like.dtype))
+    except AttributeError:
+        check_tensor(where, like)
+        raise
 
 
 def check_tensor(where: str, t: object) -> None:

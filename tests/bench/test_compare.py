@@ -15,7 +15,7 @@ from singa_lite.bench.compare import TABLE, Change
 from singa_lite.bench.report import Figure, as_json, rows_of
 from singa_lite.bench.runs import FORMAT
 
-EVALUATION = {"step": 5, "seconds": 1.0, "bytes_sent": 100, "bytes_payload": 100}
+EVALUATION = {"step": 5, "seconds": 1.0, "bytes_sent": 100}
 
 
 def result(step_ms=10.0, loss=0.1, accuracy=0.9, sent=1000, seconds=1.0, reached=True) -> dict[str, Any]:
@@ -24,10 +24,10 @@ def result(step_ms=10.0, loss=0.1, accuracy=0.9, sent=1000, seconds=1.0, reached
     evaluations = [
         {**EVALUATION, "seconds": seconds * n, "accuracy": value} for n, value in enumerate(values, 1)
     ]
-    epoch = {"loss": loss, "steps": 10, "bytes_sent": sent, "bytes_payload": sent}
+    epoch = {"loss": loss, "steps": 10, "bytes_sent": sent}
     return {
         "accuracy": accuracy, "loss": loss, "steps": 10, "train_s": 3.0, "step_ms": step_ms, "parts_ms": {"wait": 1.0},
-        "bytes_sent": [sent], "bytes_payload": [sent], "epochs": [epoch], "evaluations": evaluations,
+        "bytes_sent": [sent], "epochs": [epoch], "evaluations": evaluations,
     }  # fmt: skip
 
 

@@ -228,10 +228,10 @@ def result_of(*accuracies, sent=100):
         {"step": 67 * n, "seconds": float(n), "bytes_sent": sent * n, "accuracy": value}
         for n, value in enumerate(accuracies, 1)
     ]
-    epoch = {"loss": 1.0, "steps": 5, "bytes_sent": 2 * sent, "bytes_payload": sent}
+    epoch = {"loss": 1.0, "steps": 5, "bytes_sent": 2 * sent}
     return {
         "accuracy": accuracies[-1], "loss": 1.0, "steps": 10, "train_s": 3.0, "step_ms": 2.0, "parts_ms": {"wait": 1.0},
-        "bytes_sent": [sent, 2 * sent], "bytes_payload": [sent, sent], "epochs": [epoch, epoch],
+        "bytes_sent": [sent, 2 * sent], "epochs": [epoch, epoch],
         "evaluations": evaluations,
     }  # fmt: skip
 

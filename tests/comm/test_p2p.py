@@ -2,18 +2,16 @@
 """What every messenger must do, over every transport, in jobs of 2, 3 and 4 processes.
 
 One launch for each transport and job runs all facts one after the other (each a function of FACTS) and every test
-reports its own. Workers and servers are ranks of ``run_ranks``, or threads of this process for the local transport.
+reports its own. Workers and servers are ranks of ``run_ranks``.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +22,6 @@ from singa_lite.comm import find_messengers, p2p_mpi
 from singa_lite.comm.base import DTYPES, Communicator
 from singa_lite.comm.job import Job
 from singa_lite.comm.p2p import Message, Messenger
-from singa_lite.comm.p2p_local import local_messengers
 from singa_lite.errors import CommError, DTypeError, OptionError, ShapeError
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
@@ -139,9 +136,8 @@ def arrays_may_be_changed_once_they_have_been_sent(rig: Rig) -> None:
 def sixty_four_megabytes_each_way_at_once_arrive(rig: Rig) -> None:
     """All send before any receives, and wait for that first: nobody reads until all was sent."""
     m = rig.messenger
-    num_bytes = LARGE if m.transport != "local" else LARGE // 16  # which copies at once, whatever the size
     arrays = {
-        peer: np.full(num_bytes // 8 // len(m.job.peers), m.job.rank * 10 + peer, np.float64)
+        peer: np.full(LARGE // 8 // len(m.job.peers), m.job.rank * 10 + peer, np.float64)
         for peer in m.job.peers
     }
     works = [m.send(peer, "large", [arrays[peer]]) for peer in m.job.peers]
@@ -328,8 +324,6 @@ def nothing_in_time_is_an_error_that_names_the_peers(rig: Rig) -> None:
 def a_peer_that_makes_no_call_is_an_error_that_names_it(rig: Rig) -> None:
     """And once it does make calls, the message arrives all the same."""
     m = rig.messenger
-    if m.transport == "local":  # a send has always ended
-        return
     works = []
     if not m.job.is_server:
         works = [m.send(peer, "large", [np.ones(1_000_003)]) for peer in m.job.peers]
@@ -432,9 +426,8 @@ def a_peer_that_leaves_ends_a_send_that_waits_for_it(rig: Rig) -> None:
     else:
         works = [(peer, m.send(peer, "large", [np.ones(1_000_003)])) for peer in m.job.peers]
         for peer, work in works:
-            if m.transport != "local":  # where it has been copied by then, or not, but has ended
-                assert f"cannot send to {m.job.name_of(peer)}" in caught(work.wait)
-                assert work.done() and "enough" in caught(work.wait)
+            assert f"cannot send to {m.job.name_of(peer)}" in caught(work.wait)
+            assert work.done() and "enough" in caught(work.wait)
     rig.barrier()
     m.close()
 
@@ -465,32 +458,8 @@ def facts_of_rank(c: Communicator, num_servers: int, rendezvous_id: str) -> dict
     return outcome
 
 
-def facts_of_threads(num_workers: int, num_servers: int) -> list[dict[str, str]]:
-    size = num_workers + num_servers
-    barrier = threading.Barrier(size, timeout=LIMIT_S)
-    shared: dict[str, list[Any]] = {}
-
-    def another(rank: int, name: str) -> Messenger:
-        if rank == 0:
-            shared[name] = list(local_messengers(num_workers, num_servers, LIMIT_S))
-        barrier.wait()
-        return shared[name][rank]
-
-    def run(rank: int) -> dict[str, str]:
-        rig = Rig(another(rank, ""), lambda: barrier.wait() and None, functools.partial(another, rank))
-        outcome = run_facts(rig)
-        if any(outcome.values()):
-            barrier.abort()
-        return outcome
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
-
-
 @functools.cache
 def outcomes(transport: str, num_workers: int, num_servers: int) -> list[dict[str, str]]:
-    if transport == "local":
-        return facts_of_threads(num_workers, num_servers)
     if transport == "mpi" and (reason := mpi_missing()):
         pytest.skip(reason)
     rendezvous_id = f"p2p{time.monotonic_ns()}"

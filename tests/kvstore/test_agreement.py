@@ -60,7 +60,7 @@ def bad_arguments_raise_before_anything_moves(rig):
         (OptionError, "ints or texts, not both", lambda: store.push(3, good)),
         (OptionError, "ints or texts, not both", lambda: store.init(["b", 3], [good, good])),
         (OptionError, "a key is there twice", lambda: store.push(["a", "a"], [good, good])),
-        (OptionError, "has a surrogate", lambda: store.init("\ud800", good)),
+        (OptionError, "must be text", lambda: store.init("\ud800", good)),
         (OptionError, "must be an int >= 0", lambda: store.init([-1], [good])),
         (OptionError, "must be an int >= 0", lambda: store.init([1.5], [good])),
         (OptionError, "must be an int >= 0", lambda: store.init([True], [good])),

@@ -93,7 +93,7 @@ class Rounds:
         code, failed, steps, error = self.ends.pop(0)
         if callable(error):
             error = error()
-        return Round(code, failed, "exit code 1", steps, 1000.0, 1010.0, error, self.has_progress)
+        return Round(code, failed, steps, 1000.0, 1010.0, error, self.has_progress)
 
     def run(self, num_workers, **options):
         return run_rounds(

@@ -150,7 +150,7 @@ def start_launcher() -> Read:
 
     Its id is a random one of each save.
     """
-    ended = one_host.Round(1, 0, "exit code 1", [7, None], 0.0, 1.0)
+    ended = one_host.Round(1, 0, [7, None], 0.0, 1.0)
 
     def read(folder: Path) -> object:
         found, _ = find_generations(folder)
