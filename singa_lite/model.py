@@ -13,7 +13,7 @@ import numpy as np
 
 from . import autograd
 from .autograd.autocast import autocast_like, check_precision, precision_of
-from .config import this_thread
+from .config import state, this_thread
 from .device import Device
 from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
@@ -60,7 +60,11 @@ class Model(Layer):
         self.optimizer = None
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Choose what ``self.optimizer(loss)`` calls in ``train_one_batch``; before or after ``compile``."""
+        """Choose what ``self.optimizer(loss)`` calls in ``train_one_batch``; before or after ``compile``.
+
+        Raises:
+            GraphError: it is no Optimizer. OptionError: a DistOpt of several ranks wraps it.
+        """
         if not isinstance(optimizer, Optimizer):
             raise GraphError(f"set_optimizer: expected an Optimizer, got {type(optimizer).__name__}")
         self.optimizer = optimizer
@@ -72,6 +76,8 @@ class Model(Layer):
 
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
+        if optimizer is not None:
+            _check_not_wrapped(optimizer)
         self._optimizer = optimizer
         # id() of the parameters that the optimizer knows; None: it was given none
         self._prepared: frozenset[int] | None = None
@@ -140,7 +146,7 @@ class Model(Layer):
         self._prepared = frozenset(map(id, params.values()))
 
     def _check_prepared(self) -> None:
-        """Prepare the optimizer again for other parameters; GraphError if it has updated some that are gone."""
+        """Have the optimizer prepared again; GraphError if it has updated parameters that are gone."""
         if self._prepared is None:
             return
         now = frozenset(map(id, self.get_params().values()))
@@ -149,7 +155,7 @@ class Model(Layer):
                 f"compile: {type(self).__name__} has lost parameters that its optimizer keeps states of; call "
                 "set_optimizer with a new one after replacing layers"
             )
-        self._prepared = now if now == self._prepared else None
+        self._prepared = None
 
     def graph(self, mode: bool = True, sequential: bool = False) -> None:
         """Switch recording on or off; earlier records are forgotten. ``sequential`` is accepted."""
@@ -373,3 +379,14 @@ class Model(Layer):
 def _flag(value: object) -> object:
     """Return the bool that the text "True" or "False" says; anything else as it is."""
     return value == "True" if isinstance(value, str) and value in ("True", "False") else value
+
+
+def _check_not_wrapped(optimizer: Optimizer) -> None:
+    """Raise OptionError for an optimizer that a DistOpt of several ranks wraps."""
+    reference = state.wrapped.get(optimizer)
+    dist = None if reference is None else reference()
+    if dist is not None and dist.opt is optimizer:
+        raise OptionError(
+            f"set_optimizer: {optimizer!r} is what a DistOpt of {dist.world_size} ranks wraps, which would each train "
+            "apart; give the DistOpt"
+        )

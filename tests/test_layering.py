@@ -58,7 +58,7 @@ LATE = {
     "launch.command": {"comm.trace_file"},
     "model": {"model_file"},
 }
-DATA_SEES = {"errors", "config"}
+DATA_SEES = {"errors", "config", "users_line"}
 
 OPTIONAL = {
     "cupy",

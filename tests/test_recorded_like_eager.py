@@ -140,6 +140,7 @@ class Noise(model.Model):
 SETTINGS, RAISING, TAGS, WARM = Settings(), Raising(), Tags(), Warm(0.1)
 HELD = [from_numpy(np.ones(1, np.float32))]
 BY_OBJECT = weakref.WeakKeyDictionary({SETTINGS: 1.0})
+LIVING, NUMBERS = weakref.WeakSet([SETTINGS]), {1}
 factor_of = operator.attrgetter("factor")
 noise = Noise()
 
@@ -213,6 +214,14 @@ READS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "names in a loop": (by_name_of_a_loop, {"before": setting(SETTINGS)}),
     "attrgetter": (lambda self, x, y: self.learn(x, y, factor_of(SETTINGS)), {"before": setting(SETTINGS)}),
     "a subclass of set": (lambda self, x, y: self.learn(x, y, TAGS.factor), {"before": setting(TAGS)}),
+    "the length of a weak set": (
+        lambda self, x, y: self.learn(x, y, float(len(LIVING))),
+        {"before": lambda step, net: (LIVING.add if step < HALF else LIVING.discard)(SETTINGS)},
+    ),
+    "an element of a set of another type": (
+        lambda self, x, y: self.learn(x, y, 1.0 if isinstance(next(iter(NUMBERS)), bool) else 0.0),
+        {"before": lambda step, net: (NUMBERS.clear(), NUMBERS.add(1 if step < HALF else True))},
+    ),
     "weak keys": (
         lambda self, x, y: self.learn(x, y, BY_OBJECT[SETTINGS]),
         {"before": lambda step, net: BY_OBJECT.__setitem__(SETTINGS, 1.0 if step < HALF else 0.0)},

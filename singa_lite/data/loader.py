@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import DTypeError, OptionError, ShapeError
 
 Array = np.ndarray[Any, Any]
-INT32 = np.iinfo(np.int32)
+INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 
 
 def make_batch(
@@ -69,7 +69,8 @@ def make_batch(
     with np.errstate(all="ignore"):
         parts = 1 / (255 * divisor), shift / divisor
         scale, offset = (part.astype(np.float32).reshape(-1, 1, 1) for part in parts)
-    if not (np.isfinite(scale).all() and np.isfinite(offset).all()):
+        white = 255 * scale - offset
+    if not (np.isfinite(white).all() and np.isfinite(offset).all()):
         raise OptionError(f"make_batch: mean = {mean} and std = {std} give numbers beyond float32")
     chosen = _checked(indices)
     try:
@@ -103,4 +104,6 @@ def _checked(indices: Array | slice) -> Array | slice:
         raise ShapeError(f"make_batch: indices must have one axis, but their shape is {found.shape}")
     if found.size and found.dtype.kind not in "iu":
         raise DTypeError(f"make_batch: indices must be integers, not {found.dtype}")
+    if found.size and found.max() > INT64.max:  # of uint64
+        raise ShapeError(f"make_batch: index {found.max()} is too large")
     return found.astype(np.int64, copy=False)

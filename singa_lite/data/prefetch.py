@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..errors import OptionError, check_int
+from ..errors import DataError, OptionError, check_int
+from ..users_line import warn
 
 Item = TypeVar("Item")
+CLOSE_S = 5.0  # how long the end of the loop waits for the item in the making
+STUCK = (
+    f"prefetch: the loop has ended, and its thread has been making an item for {CLOSE_S:g} s more; until that is made, "
+    "what makes the items must not be used"
+)
 
 
 class Sampler(Protocol):
@@ -36,7 +43,9 @@ def prefetch(
     """Yield ``items`` in their order; a thread takes them up to ``depth`` ahead.
 
     The thread starts with the first item requested. It has ended when the iteration ends, by exhaustion, an error,
-    ``break`` or ``close()``: close waits for the item it is making, and closes ``items`` if that is a generator.
+    ``break`` or ``close()``: close waits for the item it is making, and closes ``items`` if that is a generator. It
+    waits CLOSE_S seconds at most, so that a source that never answers does not hold back an error of the consumer: then
+    it warns, and the thread ends with that item or with the process.
     An exception in ``items`` is raised at its position in the order, with the traceback of the thread; not at all when
     the consumer has left before. ``items`` runs in the thread, so it must touch nothing that the consumer changes.
 
@@ -49,7 +58,7 @@ def prefetch(
 
     Raises:
         OptionError: ``depth`` is not an int >= 1, ``items`` cannot be iterated over, or ``sampler`` is another
-            object.
+            object. DataError: an item is requested in a forked child, which has not got the thread.
 
     Example:
         >>> list(prefetch(number * number for number in range(4)))
@@ -95,11 +104,17 @@ class _Shelf(Generic[Item]):
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.process = os.getpid()
         self.changed = threading.Condition()
         self.items: deque[Item] = deque()
         self.error: BaseException | None = None
         self.is_finished = False  # nothing more will be put
         self.is_closed = False  # nothing more will be taken
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child of the one that made this; the thread may hold the lock for ever then."""
+        return os.getpid() != self.process
 
     def put(self, item: Item) -> bool:
         """Wait for space; False if the consumer has stopped."""
@@ -117,6 +132,11 @@ class _Shelf(Generic[Item]):
 
     def take(self) -> tuple[Item] | None:
         """Wait for an item; None at the end."""
+        if self.is_forked:
+            raise DataError(
+                f"prefetch: process {os.getpid()} was forked from {self.process}, which has the thread that makes the "
+                "items; call prefetch in the child"
+            )
         with self.changed:
             self.changed.wait_for(lambda: self.items or self.is_finished)
             if not self.items:
@@ -158,10 +178,12 @@ def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None
         while (taken := shelf.take()) is not None:
             yield taken[0]
     finally:
-        shelf.close()
-        # the collector may drop this generator in that thread
-        if not is_ending() and thread is not threading.current_thread():
-            thread.join()
+        if not is_ending() and not shelf.is_forked:
+            shelf.close()
+            if thread is not threading.current_thread():  # the collector may drop this generator there
+                thread.join(CLOSE_S)
+                if thread.is_alive():
+                    warn(STUCK)
     if shelf.error is not None:
         try:
             raise shelf.error

@@ -185,7 +185,8 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
     if not os.path.exists(command[0]):  # False too, not an OSError, of a name too long
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
     is_file = os.path.isfile(command[0]) or os.path.isdir(command[0])
-    if options.num_workers > 1 and (not is_file or _is_descriptor(command[0])):
+    is_alone = options.num_workers + (options.num_servers or 0) == 1
+    if _is_descriptor(command[0]) or not (is_file or is_alone):
         parser.error(f"{command[0]!r} is no file that every process can read; write the script to one")
     return command
 

@@ -9,6 +9,7 @@ are sent is written in sync/, what sends them in comm/.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -23,6 +24,7 @@ from ..comm.rendezvous import process_communicator
 from ..comm.stop_calls import StopCalls
 from ..comm.stopping import StopAgreement
 from ..comm.work import Traffic
+from ..config import state
 from ..device import Device
 from ..errors import GraphError, OptionError, check_int
 from ..graph.clock import abandon_step, lap, pause_step
@@ -73,8 +75,9 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     a hash of parameters and optimizer state is compared, by the next call, sum over the ranks or ``step()``.
 
     A step may be made by hand: ``all_reduce(g)`` and ``update(p, g)`` for each gradient, then ``step()``. Its sums are
-    compared by shape and dtype, as they do not say whose gradient they are; without a Model call ``broadcast`` first.
-    ``bytes_sent`` and what else is measured of a step is of calls alone.
+    compared by shape and dtype, as they do not say whose gradient they are. Without a Model call ``broadcast`` first, or
+    the first ``step()`` copies rank 0's values where others differ, and warns. ``bytes_sent`` and what else is measured
+    of a step is of calls alone.
 
     Args:
         opt: the optimizer to wrap; None is SGD().
@@ -187,6 +190,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
         self._inside, self._between = Traffic(), Traffic()  # of the last step
         self._own = frozenset(vars(self))
+        if not world.is_alone:
+            state.wrapped[self.opt] = weakref.ref(self)
 
     def _make_sums(self, accumulate: int, microbatches: int | None) -> GradientSums:
         if microbatches is None:
@@ -499,6 +504,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         if scheme is None:  # a call has done both at its start
             self._check_sent()
             self._compare_if_loaded()
+            self._ranks.compare_by_hand(self)
         self.opt.step()
         if scheme is None:
             bookkeep(self._end_step)

@@ -32,7 +32,7 @@ from functools import cached_property, partial, partialmethod, singledispatchmet
 from operator import attrgetter, is_, methodcaller
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import numpy as np
 
@@ -68,7 +68,7 @@ from .user_code import (
 )
 
 # whose own code, which is Python's, reads their attributes
-WRAPPERS = (UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
+WRAPPERS = (UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary, WeakSet)
 DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
 NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
 # attributes of Tensors that are looked at elsewhere; a name is not
@@ -380,7 +380,7 @@ class Variables:
 
     def _describe_object(self, value: Any, seen: set[int]) -> Hashable:
         if isinstance(value, (set, frozenset)):
-            return Same(value), frozenset(value)
+            return Same(value), frozenset((type(item), item) for item in value)
         if isinstance(value, deque) and len(value) <= MAX_ITEMS:
             return Same(value), self._describe(list(value), seen)
         if isinstance(value, deque):

@@ -95,8 +95,18 @@ def compare_progress(
 
 def are_equal(communicator: Communicator, what: str, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether the bits of ``tensors``, by name, are equal on all ranks."""
-    values = {name: to_numpy(tensor) for name, tensor in tensors.items()}
-    return len(set(communicator.all_gather_object("".join(_digests(values).values()), name=what))) == 1
+    return are_alike(communicator, what, {name: digest_of(tensor) for name, tensor in tensors.items()})
+
+
+def are_alike(communicator: Communicator, what: str, digests: Mapping[str, str]) -> bool:
+    """Return whether ``digests``, by name, are equal on all ranks."""
+    mine = "".join(digests[name] for name in sorted(digests))
+    return len(set(communicator.all_gather_object(mine, name=what))) == 1
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return a hash of 8 bytes of the bits of ``tensor``."""
+    return _digest(to_numpy(tensor).tobytes())
 
 
 def _digests(values: Mapping[str, np.ndarray]) -> dict[str, str]:

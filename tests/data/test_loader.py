@@ -46,10 +46,17 @@ def test_bad_input_is_refused():
         make_batch(IMAGES[0], LABELS[:4], slice(0, 2))
     with pytest.raises(OptionError, match="std"):
         make_batch(IMAGES, LABELS, slice(0, 2), std=0)
+    with pytest.raises(OptionError, match="beyond float32"):
+        make_batch(IMAGES, LABELS, slice(0, 2), std=1e-39)
     with pytest.raises(OptionError, match="std"):
         make_batch(IMAGES[:, None].repeat(2, 1), LABELS, slice(0, 2), std=(1.0, -1.0))
     with pytest.raises(ShapeError, match="2 numbers each"):
         make_batch(IMAGES[:, None].repeat(2, 1), LABELS, slice(0, 2), mean=(0.1, 0.2, 0.3))
+
+
+def test_an_index_beyond_int64_is_refused() -> None:
+    with pytest.raises(ShapeError, match="18446744073709551615 is too large"):
+        make_batch(IMAGES, LABELS, np.array([0, 2**64 - 1], np.uint64))
 
 
 @pytest.mark.parametrize("label", [2**31, -(2**31) - 1, 2**40])

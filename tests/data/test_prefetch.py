@@ -3,16 +3,18 @@
 
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from singa_lite.data import ShardedSampler, SplitSampler, batches, prefetch
-from singa_lite.errors import CheckpointError, OptionError
+from singa_lite.errors import CheckpointError, DataError, OptionError
 from tests.limits import LIMIT_S
 
 
@@ -318,3 +320,37 @@ def test_where_a_loop_was_left_that_a_thread_ran_ahead_is_not_known_but_at_the_e
         sampler.state_dict()
     sampler.set_epoch(3)
     assert sampler.state_dict()["epoch"] == 3
+
+
+def never_answers(release: threading.Event) -> Iterator[int]:
+    yield 0
+    release.wait(LIMIT_S)
+    yield 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_source_that_never_answers_does_not_hold_back_an_error(monkeypatch, error) -> None:
+    monkeypatch.setattr(sys.modules["singa_lite.data.prefetch"], "CLOSE_S", 0.05)
+    release = threading.Event()
+    with pytest.warns(UserWarning, match="making an item"), pytest.raises(error, match="mine"):
+        for _ in prefetch(never_answers(release)):
+            raise error("mine")
+    release.set()
+
+
+def test_a_forked_child_is_told_that_it_has_no_thread() -> None:
+    items = prefetch(iter(range(10)))
+    assert next(items) == 0
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            text = f"{next(items)}"
+        except DataError as error:
+            text = str(error)
+        os.write(writer, text.encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert "call prefetch in the child" in os.read(reader, 1000).decode()
+    os.close(reader)
+    os.close(writer)
+    assert list(items) == list(range(1, 10))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,37 @@ def test_check_every_compares_parameters_that_are_in_no_model() -> None:
 
 
 # ---- attributes that are set between steps ---------------------------------------------------------------
+
+
+def begins_with_other_values(communicator: Communicator, use_graph: bool, dist_option: str) -> Any:
+    """What a rank has after steps by hand where a layer that came later began with other values on each rank."""
+    net, rank = compiled(communicator, use_graph, dist_option=dist_option), communicator.rank
+    net.optimizer.opt.weight_decay = 0.1  # so that momentum has other values too
+    net(*batch(0, rank))
+    device = batch(0, 0)[0].device
+    device.SetRandSeed(rank)
+    first, second = net.linear, layer.Linear(3)
+    net.second = second
+    net.forward = lambda x: second(first(x))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(4):
+            net(*batch(step, rank))
+    params = net.get_params().values()
+    states = [*params, *(net.optimizer.slots(param)["momentum"] for param in params)]
+    texts = [str(each.message) for each in found if "rank 0's were copied" in str(each.message)]
+    return [to_numpy(state).tobytes() for state in states], len(texts)
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_parameter_that_comes_later_is_made_equal(use_graph: bool) -> None:
+    (first, num_warnings), *others = run_ranks(begins_with_other_values, 3, use_graph, "fp32")
+    assert num_warnings == 1 and others == [(first, 1)] * 2
+
+
+def test_parameters_that_may_differ_stay_as_they_are() -> None:
+    results = run_ranks(begins_with_other_values, 2, False, "partialUpdate")
+    assert [num_warnings for _, num_warnings in results] == [0, 0] and results[0][0] != results[1][0]
 
 
 class Called(Net):
