@@ -75,9 +75,9 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     a hash of parameters and optimizer state is compared, by the next call, sum over the ranks or ``step()``.
 
     A step may be made by hand: ``all_reduce(g)`` and ``update(p, g)`` for each gradient, then ``step()``. Its sums are
-    compared by shape and dtype, as they do not say whose gradient they are. Without a Model call ``broadcast`` first, or
-    the first ``step()`` copies rank 0's values where others differ, and warns. ``bytes_sent`` and what else is measured
-    of a step is of calls alone.
+    compared by shape and dtype, as they do not say whose gradient they are. Without a Model call ``broadcast`` first;
+    else the first ``step()`` copies rank 0's values where others differ, and warns. ``bytes_sent`` and what else is
+    measured of a step is of calls alone.
 
     Args:
         opt: the optimizer to wrap; None is SGD().
