@@ -92,7 +92,7 @@ class State:
         store_pid: likewise the process that made it.
         store_arguments: what it was made with.
         jobs: what is known of the job checkpoints of each model (checkpoint.job.JobState).
-        wrapped: optimizers that a DistOpt of several ranks wraps -> a weak reference to it (opt.dist).
+        dist_opts: each DistOpt of several ranks (opt.dist).
         trace: what writes this process's part of a trace (graph.trace.TraceWriter), made at first use.
         watched_parent: the process that is killed when its parent has ended (comm.parent).
         flight_recorders: those of its communicators (comm.flight_recorder.FlightRecorder).
@@ -127,9 +127,7 @@ class State:
     jobs: weakref.WeakKeyDictionary[Any, Any] = field(
         default_factory=weakref.WeakKeyDictionary
     )  # Any: likewise
-    wrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )  # Any: likewise
+    dist_opts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
     trace: Any = None  # Any: likewise
     watched_parent: int = 0
     flight_recorders: tuple[weakref.ref[Any], ...] = ()  # Any: likewise

@@ -146,7 +146,7 @@ class Model(Layer):
         self._prepared = frozenset(map(id, params.values()))
 
     def _check_prepared(self) -> None:
-        """Have the optimizer prepared again; GraphError if it has updated parameters that are gone."""
+        """Prepare the optimizer again for other parameters; GraphError if it has updated some that are gone."""
         if self._prepared is None:
             return
         now = frozenset(map(id, self.get_params().values()))
@@ -155,7 +155,7 @@ class Model(Layer):
                 f"compile: {type(self).__name__} has lost parameters that its optimizer keeps states of; call "
                 "set_optimizer with a new one after replacing layers"
             )
-        self._prepared = None
+        self._prepared = now if now == self._prepared else None
 
     def graph(self, mode: bool = True, sequential: bool = False) -> None:
         """Switch recording on or off; earlier records are forgotten. ``sequential`` is accepted."""
@@ -383,10 +383,9 @@ def _flag(value: object) -> object:
 
 def _check_not_wrapped(optimizer: Optimizer) -> None:
     """Raise OptionError for an optimizer that a DistOpt of several ranks wraps."""
-    reference = state.wrapped.get(optimizer)
-    dist = None if reference is None else reference()
-    if dist is not None and dist.opt is optimizer:
-        raise OptionError(
-            f"set_optimizer: {optimizer!r} is what a DistOpt of {dist.world_size} ranks wraps, which would each train "
-            "apart; give the DistOpt"
-        )
+    for dist in state.dist_opts:
+        if dist.opt is optimizer:
+            raise OptionError(
+                f"set_optimizer: {optimizer!r} is inside a DistOpt of {dist.world_size} ranks, and with it alone each "
+                "rank would train by itself; give the DistOpt"
+            )

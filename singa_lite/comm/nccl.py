@@ -17,8 +17,9 @@ would have to call while it is idle, and whose saving, shared channels (splitSha
 Note [new calls]: NCCL does not compare the ranks' calls, and of one size adds what does not belong together. So the
 first call of each Operation makes a barrier of the host under a name that has all of it, as the host's transports
 compare names. Ranks that call something else for the first time get a CommError with both texts; one that does what is
-new to it alone waits at the barrier, and the others in NCCL, until the time-out. What a step repeats costs a look into
-a set; ranks that repeat calls in another order are not noticed.
+new to it alone waits at the barrier, and the others in NCCL, until the time-out. A call that is repeated costs a look
+into a dict; ranks that repeat calls in another order are not noticed. A scheme that has a number of its options in the
+name (sparseThreshold), and reads it from a schedule, makes the barrier whenever the number is new.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .work import Array, Work
 
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
-MAX_COMPARED = 4096  # Operations; more are compared at every call, and not remembered
+MAX_COMPARED = 4096  # Operations; the oldest is forgotten, as all ranks forget it, and compared again
 LEAVE_S = 10.0  # NCCL's end may wait for peers that are gone
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
@@ -157,7 +158,7 @@ class NcclCommunicator(Communicator):
         )
         self._start_native, self._wait = self._native.start, self._native.wait
         self.flight_recorder = self._recorder = self._make_recorder(everyone, name)
-        self._compared: set[Operation] = set()
+        self._compared: dict[Operation, None] = {}
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # not when this object goes: NCCL's end waits for all ranks, and each collects garbage when it likes
         self._at_exit = weakref.finalize(_leave, _leave_at_exit, self._graphs, self._native)
@@ -235,8 +236,9 @@ class NcclCommunicator(Communicator):
         text = " ".join(str(each) for each in how if each)
         with unrecorded():
             self.host.barrier(name=f"before NCCL's {kind} {name}: {text}")
-        if len(self._compared) < MAX_COMPARED:
-            self._compared.add(operation)
+        if len(self._compared) >= MAX_COMPARED:
+            del self._compared[next(iter(self._compared))]
+        self._compared[operation] = None
 
     def _check_usable(self) -> None:
         """Raise the CommError of a communicator that has failed or is closed."""

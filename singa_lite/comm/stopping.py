@@ -116,7 +116,7 @@ class StopAgreement:
         received = requests.end_step()
         if self._communicator.is_alone:
             received = requests.is_requested
-        elif received is None and not self._communicator.carries_requests:
+        elif not self._communicator.carries_requests:  # whatever collectives of the host some ranks have made
             received = self._ask_over_host(requests)
         self.is_decided |= bool(received)
         if self._progress is not None:

@@ -16,8 +16,8 @@ from ..users_line import warn
 Item = TypeVar("Item")
 CLOSE_S = 5.0  # how long the end of the loop waits for the item in the making
 STUCK = (
-    f"prefetch: the loop has ended, and its thread has been making an item for {CLOSE_S:g} s more; until that is made, "
-    "what makes the items must not be used"
+    "prefetch: the loop has ended, but its thread is still in what makes the items after {:g} s; do not use the "
+    "objects of that before it has returned"
 )
 
 
@@ -104,7 +104,7 @@ class _Shelf(Generic[Item]):
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.process = os.getpid()
+        self.process = 0  # that has the thread
         self.changed = threading.Condition()
         self.items: deque[Item] = deque()
         self.error: BaseException | None = None
@@ -173,6 +173,7 @@ def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None
     # generator then, when threads run no more and join, from Python 3.13 on, does not return
     is_ending = sys.is_finalizing
     thread = threading.Thread(target=_fill, args=(items, shelf), name="singa_lite prefetch", daemon=True)
+    shelf.process = os.getpid()
     thread.start()
     try:
         while (taken := shelf.take()) is not None:
@@ -183,7 +184,7 @@ def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None
             if thread is not threading.current_thread():  # the collector may drop this generator there
                 thread.join(CLOSE_S)
                 if thread.is_alive():
-                    warn(STUCK)
+                    warn(STUCK.format(CLOSE_S))
     if shelf.error is not None:
         try:
             raise shelf.error

@@ -23,9 +23,9 @@ from .checks import unique_names
 from .options import Option
 from .step_options import CallDefaults, StepOptions, schedules
 
-OTHER_VALUES = (
-    "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. Call "
-    "DistOpt.broadcast(params) before training, or use a Model"
+BY_HAND = (
+    "DistOpt: the ranks started with different values of the parameters that they update by hand, and keep them "
+    "different. Call DistOpt.broadcast(params) before training, or use a Model"
 )
 HALF_MADE = (
     "DistOpt: an exception ended the update of step {}. What {} keeps of gradients may have changed already; load "
@@ -43,7 +43,7 @@ class Compared(CallDefaults, Protocol):
 
     def random_seeds(self) -> dict[str, int]: ...
 
-    def broadcast(self, params: Iterable[Tensor] | Mapping[str, Tensor]) -> None: ...
+    def broadcast(self, params: Mapping[str, Tensor]) -> None: ...
 
 
 class Consistency:
@@ -69,7 +69,8 @@ class Consistency:
         self._is_loaded = False  # states, and not compared yet
         self._called: dict[Tensor, str] = {}  # names that the script or a Model has given
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
-        self._first_values: dict[Tensor, str] = {}  # hashes of those that the ranks have not compared yet
+        # hashes of what these were before; None once the ranks have compared them, or if there is one rank
+        self._first_values: list[str] | None = None if communicator.is_alone else []
         # whose options the ranks have compared, in which precision
         self._compared: set[tuple[Scheme, str]] = set()
 
@@ -79,11 +80,11 @@ class Consistency:
 
     def updated_by_hand(self, params: Iterable[Tensor]) -> None:
         """Mark ``params``, which no call has seen, to be compared too from now on; called before they change."""
-        new = [param for param in params if param not in self.names and param not in self._by_hand]
+        new = [param for param in params if param not in self._by_hand]
         self._by_hand |= dict.fromkeys(new)
-        if not self._communicator.is_alone:
+        if self._first_values is not None and not self.names:
             with unrecorded():
-                self._first_values |= {param: digest_of(param) for param in new}
+                self._first_values += map(digest_of, new)
 
     def called(self, params: Mapping[str, Tensor]) -> None:
         """Take over names of parameters, equal on all ranks, before the first call has seen them."""
@@ -92,14 +93,10 @@ class Consistency:
     # ---- parameters --------------------------------------------------------------------------------------
 
     def prepare(self, dist: Compared, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        """Compare the parameters and buffers of a Model, and the optimizers, and copy rank 0's values to all.
-
-        Nothing is copied to parameters that a scheme has left different on the ranks.
-        """
+        """Compare the parameters and buffers of a Model, and the optimizers, and copy rank 0's values to all."""
         states = {**params, **buffers}
         compare_models(self._communicator, states, dist.settings())
-        if not (self.may_differ and self.names.keys() >= set(params.values())):
-            dist.broadcast(states)
+        dist.broadcast(states)
         self._called |= {param: name for name, param in params.items()}
         self.names = unique_names(dict.fromkeys([*self.names, *by_name(params)]), self._called)
 
@@ -110,22 +107,20 @@ class Consistency:
         compare_models(self._communicator, named, dist.settings())
         if not are_equal(self._communicator, "parameter values", named):
             dist.broadcast(named)
-            warn(OTHER_VALUES)
+            warn(
+                "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
+                "Call DistOpt.broadcast(params) before training, or use a Model"
+            )
 
     def compare_by_hand(self, dist: Compared) -> None:
-        """Make parameters that were updated by hand equal where the ranks began with other values of them."""
-        digests, self._first_values = self._first_values, {}
-        if digests and dist.keeps_equal and not self.may_differ:
-            names = unique_names(dict.fromkeys([*self.names, *self._by_hand]), self._called)
-            first = {names[param]: digest for param, digest in digests.items()}
+        """Warn, at the first step by hand, if the ranks began with other values of parameters that no call has seen."""
+        if self._first_values is None:
+            return
+        digests, self._first_values = sorted(self._first_values), None
+        if not self.names and dist.keeps_equal and not self.may_differ:
             with unrecorded():
-                if not are_alike(self._communicator, "first values of parameters updated by hand", first):
-                    named = {names[param]: param for param in digests}
-                    dist.broadcast(named)
-                    dist.broadcast(
-                        state for param in by_name(named) for state in by_name(dist.opt.slots(param))
-                    )
-                    warn(OTHER_VALUES)
+                if not are_alike(self._communicator, "first values of parameters updated by hand", digests):
+                    warn(BY_HAND)
 
     def make_equal(self, dist: Compared) -> None:
         """Average parameters and optimizer state before an update that keeps them equal, if ranks have other ones."""

@@ -9,7 +9,6 @@ are sent is written in sync/, what sends them in comm/.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -76,8 +75,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     A step may be made by hand: ``all_reduce(g)`` and ``update(p, g)`` for each gradient, then ``step()``. Its sums are
     compared by shape and dtype, as they do not say whose gradient they are. Without a Model call ``broadcast`` first;
-    else the first ``step()`` copies rank 0's values where others differ, and warns. ``bytes_sent`` and what else is
-    measured of a step is of calls alone.
+    the first ``step()`` warns where the ranks began with other values. ``bytes_sent`` and what else is measured of a
+    step is of calls alone.
 
     Args:
         opt: the optimizer to wrap; None is SGD().
@@ -191,7 +190,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._inside, self._between = Traffic(), Traffic()  # of the last step
         self._own = frozenset(vars(self))
         if not world.is_alone:
-            state.wrapped[self.opt] = weakref.ref(self)
+            state.dist_opts.add(self)
 
     def _make_sums(self, accumulate: int, microbatches: int | None) -> GradientSums:
         if microbatches is None:

@@ -380,7 +380,9 @@ class Variables:
 
     def _describe_object(self, value: Any, seen: set[int]) -> Hashable:
         if isinstance(value, (set, frozenset)):
-            return Same(value), frozenset((type(item), item) for item in value)
+            kinds = value if len(value) <= MAX_ITEMS else ()  # 1, 1.0 and True are equal
+            others = frozenset((type(item), item) for item in kinds if type(item) not in (int, str))
+            return Same(value), frozenset(value), others
         if isinstance(value, deque) and len(value) <= MAX_ITEMS:
             return Same(value), self._describe(list(value), seen)
         if isinstance(value, deque):

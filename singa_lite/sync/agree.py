@@ -6,7 +6,7 @@ Every function here is a collective: all ranks must call it. A difference is a C
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,13 +95,12 @@ def compare_progress(
 
 def are_equal(communicator: Communicator, what: str, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether the bits of ``tensors``, by name, are equal on all ranks."""
-    return are_alike(communicator, what, {name: digest_of(tensor) for name, tensor in tensors.items()})
+    return are_alike(communicator, what, [digest_of(tensors[name]) for name in sorted(tensors)])
 
 
-def are_alike(communicator: Communicator, what: str, digests: Mapping[str, str]) -> bool:
-    """Return whether ``digests``, by name, are equal on all ranks."""
-    mine = "".join(digests[name] for name in sorted(digests))
-    return len(set(communicator.all_gather_object(mine, name=what))) == 1
+def are_alike(communicator: Communicator, what: str, digests: Iterable[str]) -> bool:
+    """Return whether ``digests``, in their order, are equal on all ranks."""
+    return len(set(communicator.all_gather_object("".join(digests), name=what))) == 1
 
 
 def digest_of(tensor: Tensor) -> str:

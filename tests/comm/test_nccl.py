@@ -890,7 +890,7 @@ def count_barriers(world: World) -> list[int]:
     """How many collectives the host has made after each call."""
     nccl.MAX_COMPARED = 2
     c, found = make(world), []
-    for name in ("a", "a", "b", "a", "b", "c", "c"):
+    for name in ("a", "a", "b", "a", "b", "c", "c", "b", "a"):
         before = c.host.traffic.bytes_payload
         c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name=name).wait()
         found.append((c.host.traffic.bytes_payload - before) // 4)
@@ -898,8 +898,25 @@ def count_barriers(world: World) -> list[int]:
     return found
 
 
-def test_calls_are_compared_once_or_always_where_they_are_too_many() -> None:
-    assert run(count_barriers, 3) == [[1, 0, 1, 0, 0, 1, 1]] * 3
+def test_a_call_is_compared_once_or_again_when_it_was_forgotten() -> None:
+    assert run(count_barriers, 3) == [[1, 0, 1, 0, 0, 1, 0, 0, 1]] * 3
+
+
+def new_to_rank_1(world: World) -> str:
+    """The error where rank 1 makes a call that is new, and the others repeat one."""
+    c = make(world, 1.0, 1.0)
+    c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name="a").wait()
+    gpu_of_rank().synchronize()
+    if c.rank == 1:
+        return caught(lambda: c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name="b"))
+    c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name="a").wait()
+    return broken(c)
+
+
+def test_a_call_that_is_new_to_one_rank_ends_in_the_time_out() -> None:
+    first, second, third = run(new_to_rank_1, 3)
+    assert "waited 1 s" in second and "before NCCL's all_reduce b: sum float32[4]" in second
+    assert all("'a'" in text and "waited 1 s in NCCL" in text for text in (first, third))
 
 
 def another_call(world: World) -> tuple[list[str], str]:

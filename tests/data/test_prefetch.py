@@ -332,10 +332,24 @@ def never_answers(release: threading.Event) -> Iterator[int]:
 def test_a_source_that_never_answers_does_not_hold_back_an_error(monkeypatch, error) -> None:
     monkeypatch.setattr(sys.modules["singa_lite.data.prefetch"], "CLOSE_S", 0.05)
     release = threading.Event()
-    with pytest.warns(UserWarning, match="making an item"), pytest.raises(error, match="mine"):
+    warned = pytest.warns(UserWarning, match=r"still in what makes the items after 0\.05 s")
+    with warned, pytest.raises(error, match="mine"):
         for _ in prefetch(never_answers(release)):
             raise error("mine")
+    [thread] = loaders()
     release.set()
+    thread.join(LIMIT_S)
+
+
+def test_a_child_may_use_what_was_not_begun_before_the_fork() -> None:
+    items, (reader, writer) = prefetch(range(3)), os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(writer, str(list(items)).encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert os.read(reader, 1000) == b"[0, 1, 2]"
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_forked_child_is_told_that_it_has_no_thread() -> None:

@@ -169,35 +169,33 @@ def test_check_every_compares_parameters_that_are_in_no_model() -> None:
 # ---- attributes that are set between steps ---------------------------------------------------------------
 
 
-def begins_with_other_values(communicator: Communicator, use_graph: bool, dist_option: str) -> Any:
-    """What a rank has after steps by hand where a layer that came later began with other values on each rank."""
-    net, rank = compiled(communicator, use_graph, dist_option=dist_option), communicator.rank
-    net.optimizer.opt.weight_decay = 0.1  # so that momentum has other values too
-    net(*batch(0, rank))
-    device = batch(0, 0)[0].device
-    device.SetRandSeed(rank)
-    first, second = net.linear, layer.Linear(3)
-    net.second = second
-    net.forward = lambda x: second(first(x))
+def steps_without_a_model(communicator: Communicator, case: str) -> tuple[list[str], list[list[float]]]:
+    """What a rank was told in steps by hand of parameters that no Model has, of one name; and their values."""
+    rank = communicator.rank
+    values = [rank + 1.0 if case == "other values" else 1.0, 2.0]
+    params = [Tensor(data=np.full(2, value), requires_grad=True, stores_grad=True) for value in values]
+    dist_option = "partialUpdate" if case == "may differ" else "fp32"
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=communicator, dist_option=dist_option)
+    if case == "may differ":
+        params[0].set_value(rank)
+    if case == "broadcast":
+        params[0].set_value(rank)
+        sgd.broadcast(params)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for step in range(4):
-            net(*batch(step, rank))
-    params = net.get_params().values()
-    states = [*params, *(net.optimizer.slots(param)["momentum"] for param in params)]
-    texts = [str(each.message) for each in found if "rank 0's were copied" in str(each.message)]
-    return [to_numpy(state).tobytes() for state in states], len(texts)
+        for _ in range(3):
+            order = params if rank != 1 else params[::-1]  # by gradients that are means already
+            sgd.update_all([(param, Tensor(data=np.full(2, 1.0))) for param in order])
+            sgd.step()
+    return [str(each.message) for each in found], [to_numpy(param).tolist() for param in params]
 
 
-@pytest.mark.parametrize("use_graph", [False, True])
-def test_a_parameter_that_comes_later_is_made_equal(use_graph: bool) -> None:
-    (first, num_warnings), *others = run_ranks(begins_with_other_values, 3, use_graph, "fp32")
-    assert num_warnings == 1 and others == [(first, 1)] * 2
-
-
-def test_parameters_that_may_differ_stay_as_they_are() -> None:
-    results = run_ranks(begins_with_other_values, 2, False, "partialUpdate")
-    assert [num_warnings for _, num_warnings in results] == [0, 0] and results[0][0] != results[1][0]
+@pytest.mark.parametrize("case", ["other values", "other order", "broadcast", "may differ"])
+def test_the_first_step_by_hand_warns_of_other_values_and_changes_none(case: str) -> None:
+    for rank, (texts, values) in enumerate(run_ranks(steps_without_a_model, 3, case)):
+        first = {"other values": rank + 1.0, "may differ": rank, "broadcast": 0.0}.get(case, 1.0)
+        np.testing.assert_allclose(values, [[first - 0.3] * 2, [1.7] * 2], rtol=1e-6)
+        assert ["different values" in text for text in texts] == [True] * (case == "other values"), texts
 
 
 class Called(Net):
