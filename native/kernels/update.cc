@@ -61,8 +61,8 @@ const std::vector<Update>& updates() {
 }
 
 namespace {
-
 constexpr std::size_t kPiece = 4096;  // elements that are still in the first cache when they are rounded
+}
 
 void apply(const Update& update, const std::vector<UpdatePart>& parts, const float* numbers) {
   parallel_for_parts(parts, [&](const UpdatePart& part, std::size_t begin, std::size_t end) {
@@ -74,6 +74,8 @@ void apply(const Update& update, const std::vector<UpdatePart>& parts, const flo
     }
   });
 }
+
+namespace {
 
 // Bytes that a call writes.
 using Range = std::pair<const char*, const char*>;

@@ -30,4 +30,6 @@ struct Update {
 };
 const std::vector<Update>& updates();
 
+void apply(const Update& update, const std::vector<UpdatePart>& parts, const float* numbers);
+
 }  // namespace singa_lite
