@@ -47,7 +47,8 @@ def prefetch(
     waits CLOSE_S seconds at most, so that a source that never answers does not hold back an error of the consumer: then
     it warns, and the thread ends with that item or with the process.
     An exception in ``items`` is raised at its position in the order, with the traceback of the thread; not at all when
-    the consumer has left before. ``items`` runs in the thread, so it must touch nothing that the consumer changes.
+    the consumer has left before. ``items`` runs in the thread, so it must touch nothing that the consumer changes, and
+    yield a new object each time.
 
     Args:
         items: e.g. a generator of batches; what numpy copies there runs beside the training.
