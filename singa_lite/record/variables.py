@@ -380,9 +380,11 @@ class Variables:
 
     def _describe_object(self, value: Any, seen: set[int]) -> Hashable:
         if isinstance(value, (set, frozenset)):
-            kinds = value if len(value) <= MAX_ITEMS else ()  # 1, 1.0 and True are equal
-            others = frozenset((type(item), item) for item in kinds if type(item) not in (int, str))
-            return Same(value), frozenset(value), others
+            if len(value) > MAX_ITEMS:
+                return Same(value), frozenset(value)
+            return Same(value), frozenset(
+                zip(map(type, value), value, strict=True)
+            )  # 1, 1.0 and True are equal
         if isinstance(value, deque) and len(value) <= MAX_ITEMS:
             return Same(value), self._describe(list(value), seen)
         if isinstance(value, deque):
