@@ -137,6 +137,7 @@ class Communicator(ABC):
         num_optimizers: DistOpts that have made collectives over it.
         flight_recorder: keeps the last collectives for reports of failures; None: nothing does.
         stop_requests: what the collectives carry beside their data, but for those over NCCL.
+        carries_requests: whether all collectives do.
         transport: the word of ``World.transport`` for this class; "" for one that only wraps others.
         joins_worlds: whether it is made of a World and a time-out; False if it is made for a world that was joined.
     """
@@ -160,6 +161,7 @@ class Communicator(ABC):
         self.num_optimizers = 0
         self.flight_recorder: FlightRecorder | None = None
         self.stop_requests = StopRequests()
+        self.carries_requests = True
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
         self._is_closed = self._has_failed = False
@@ -181,11 +183,6 @@ class Communicator(ABC):
     def is_alone(self) -> bool:
         """Whether there is no peer and so nothing to move."""
         return self.world.size == 1
-
-    @property
-    def carries_requests(self) -> bool:
-        """Whether all collectives carry ``stop_requests``."""
-        return True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"

@@ -59,6 +59,7 @@ class DispatchCommunicator(Communicator):
             with unrecorded():
                 self._nccl = NcclCommunicator(self.host, device, parent=above, name=self._name)
             self._first[:] = [above or self._nccl._native]
+            self.carries_requests = False
         return self._nccl
 
     def barrier(self, *, name: str = "barrier") -> None:
@@ -69,10 +70,6 @@ class DispatchCommunicator(Communicator):
 
     def follow_graph(self, graph: Graph, last: Work) -> tuple[Callable[[], None], Callable[[], None]]:
         return (self._nccl or self.host).follow_graph(graph, last)
-
-    @property
-    def carries_requests(self) -> bool:
-        return self._nccl is None
 
     def share_stop_requests(self, requests: StopRequests) -> None:
         super().share_stop_requests(requests)
