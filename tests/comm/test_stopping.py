@@ -252,11 +252,17 @@ def test_a_process_alone_stops_too(tmp_path):
 
 
 def without_requests(communicator, listens):
-    """Make steps as if gradients travelled over NCCL: their collectives carry no requests."""
+    """Make steps as if gradients travelled over NCCL: their collectives carry no requests.
+
+    Ranks 0 and 1 are in a group, whose collectives of the host are none of rank 2's.
+    """
     both = DispatchCommunicator(communicator)
     is_asked = ShmWork._is_asked_to_stop
     both.carries_requests = False
-    ShmWork._is_asked_to_stop = lambda work: is_asked(work) if work.name == "stop requests" else None
+    ShmWork._is_asked_to_stop = lambda work: is_asked(work) if work.name in ("stop requests", "of a group") else None
+    group = communicator.new_group([0, 1])
+    if group is not None:
+        group.share_stop_requests(communicator.stop_requests)
     sgd = opt.DistOpt(opt.SGD(), communicator=both)
     if listens:
         sgd.stop_on_signals(())
@@ -266,6 +272,8 @@ def without_requests(communicator, listens):
         if sgd.should_stop:
             break
         sgd.all_reduce(np.ones(3, np.float32))
+        if group is not None:
+            group.barrier(name="of a group")
         sgd.step()
     return sgd.step_counter
 
