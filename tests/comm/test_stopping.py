@@ -259,7 +259,9 @@ def without_requests(communicator, listens):
     both = DispatchCommunicator(communicator)
     is_asked = ShmWork._is_asked_to_stop
     both.carries_requests = False
-    ShmWork._is_asked_to_stop = lambda work: is_asked(work) if work.name in ("stop requests", "of a group") else None
+    ShmWork._is_asked_to_stop = lambda work: (
+        is_asked(work) if work.name in ("stop requests", "of a group") else None
+    )
     group = communicator.new_group([0, 1])
     if group is not None:
         group.share_stop_requests(communicator.stop_requests)
