@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparing what must be equal on all ranks: parameters, optimizers, states.
 
-Every function here is a collective: all ranks must call it. A difference is a CommError on all of them.
+A function that takes a communicator is a collective: all ranks must call it. Where it does not return whether there is
+a difference, one is a CommError on all of them.
 """
 
 from __future__ import annotations
