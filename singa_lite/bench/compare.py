@@ -15,9 +15,8 @@ from typing import Any
 from ..errors import OptionError, check_number
 from .command import markdown_table, run_command
 from .report import Figure
-from .runs import FORMAT
+from .runs import FORMAT, TABLE
 
-TABLE = "table.json"
 # what two tables must have alike, and what may differ, as a comparison may be of two versions; both are said
 REFUSED = ("machine", "devices", "environment", "settings", "inputs", "data", "seeds")
 STATED = ("software",)

@@ -33,6 +33,7 @@ from .datasets import Images
 from .models import MODELS, split_name
 
 FORMAT = 3  # of a run's file; another one is another identity
+TABLE = "table.json"  # what `bench sync` writes and `bench compare` reads
 NAME_CHARACTERS = 16  # of the hash: 64 bits
 # switches that do not belong to the environment of a run: its data are hashed, its link is a setting
 NOT_HASHED = ("MNIST_DIR", "SINGA_LITE_CACHE", "SINGA_LITE_LINK")

@@ -25,10 +25,10 @@ from .models import MODELS, check_model
 from .page import page
 from .picture import picture
 from .report import Result, as_json, rows_of, table
-from .runs import FORMAT, Provenance, Runs, Settings, inputs_of, machine_text
+from .runs import FORMAT, TABLE, Provenance, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
-TABLE, PAGE, PICTURE = "table.json", "table.html", "table.png"
+PAGE, PICTURE = "table.html", "table.png"
 SYNTHETIC = 5000  # made images to train on, unless another number is given
 EPILOG = """
 Each option and seed runs in processes of its own, options alternate. A run that is finished in DIR is not repeated

@@ -83,7 +83,7 @@ class StopAgreement:
         if not isinstance(signals, Iterable):
             raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}")
         try:
-            numbers = [_signal("stop_on_signals", number) for number in signals]
+            numbers = [_signal(number) for number in signals]
         except TypeError as error:  # a numpy array without axes
             raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}") from error
         if numbers and threading.current_thread() is not threading.main_thread():
@@ -142,11 +142,13 @@ def _ignore(number: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _signal(where: str, number: int) -> signal.Signals:
+def _signal(number: int) -> signal.Signals:
     try:
         return signal.Signals(number)
     except ValueError as error:
-        raise OptionError(f"{where}: expected a signal, such as signal.SIGTERM, got {number!r}") from error
+        raise OptionError(
+            f"stop_on_signals: expected a signal, such as signal.SIGTERM, got {number!r}"
+        ) from error
 
 
 def _check_handler(number: signal.Signals) -> None:

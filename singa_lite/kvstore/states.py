@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -80,15 +80,17 @@ def check_head(path: Path, found: Mapping[str, Any], mine: Mapping[str, Any]) ->
             raise CheckpointError(f"{path}: its {name} is {found[name]}, but here {value}")
 
 
+def are_states(values: object) -> TypeGuard[Mapping[Key, Arrays]]:
+    """Return whether these are arrays by name, by key."""
+    return isinstance(values, Mapping) and all(
+        isinstance(each, Mapping) and all(isinstance(array, np.ndarray) for array in each.values())
+        for each in values.values()
+    )
+
+
 def check_states(path: Path, mine: Mapping[Key, Arrays], found: object) -> None:
     """Raise CheckpointError unless the states have the names, shapes and dtypes that the optimizers have here."""
-    if not (
-        isinstance(found, Mapping)
-        and all(
-            isinstance(each, Mapping) and all(isinstance(array, np.ndarray) for array in each.values())
-            for each in found.values()
-        )
-    ):
+    if not are_states(found):
         raise CheckpointError(f"{path}: expected arrays by key and name, got {type(found).__name__}")
     if unknown := [key for key in found if key not in mine]:
         raise CheckpointError(f"{path}: there are no keys {unknown} here")

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakMethod
 
-import numpy as np
-
 from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
 from ..comm.work import Work
@@ -36,6 +34,7 @@ from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec
 from .compression import Compression
 from .residuals import Array, Residuals
 from .states import (
+    are_states,
     broadcast_states,
     check_head,
     check_residuals,
@@ -464,10 +463,7 @@ class KVStore(WorkerCalls):
 
     def broadcast_states(self, states: States) -> States:
         """Return worker 0's states on all workers; a collective. OptionError: not arrays by name, by key."""
-        if not isinstance(states, Mapping) or not all(
-            isinstance(each, Mapping) and all(isinstance(array, np.ndarray) for array in each.values())
-            for each in states.values()
-        ):
+        if not are_states(states):
             raise OptionError(
                 f"{self.type}: broadcast_states: expected arrays by name, by key, got {states!r}"
             )

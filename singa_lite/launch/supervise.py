@@ -116,7 +116,7 @@ class RunningJob:
             self._notice_signals()
             if time.monotonic() >= min(self._exit_deadline, self._stop_deadline) and not self._endings:
                 self._late = sorted(self._running)
-                self._end_after(0, [signal.SIGTERM, signal.SIGKILL])
+                self._end_after(0)
             if time.monotonic() >= self._deadline and self._endings:
                 self._signal_running(self._endings.pop(0))
                 self._deadline = time.monotonic() + TERM_S
@@ -215,7 +215,7 @@ class RunningJob:
             if code != 0 and not self._ending:
                 self.ended_at = self.ended_at or time.time()
                 self._failures.append((rank, code))
-                self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
+                self._end_after(FINAL_OUTPUT_S)
             elif code == 0 and not self._failures:
                 self._ended_before.append(rank)
 
@@ -234,15 +234,15 @@ class RunningJob:
                 self._stop_deadline = time.monotonic() + self._stop_timeout_s
             elif not takers and not (self._is_asked and number in REQUESTS):
                 self._signal_running(number)
-                self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
+                self._end_after(FINAL_OUTPUT_S)
 
     def _takers(self) -> list[int]:
         """Return the running ranks that take signals as requests to stop."""
         return [rank for rank in self.progress.takers() if rank in self._running]
 
-    def _end_after(self, seconds: float, signals: list[int]) -> None:
+    def _end_after(self, seconds: float) -> None:
         if not self._endings:
-            self._endings = signals
+            self._endings = [signal.SIGTERM, signal.SIGKILL]
             self._deadline = time.monotonic() + seconds
 
     def _signal_running(self, number: int) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from singa_lite import cli
-from singa_lite.bench.compare import TABLE, Change
+from singa_lite.bench.compare import Change
 from singa_lite.bench.report import Figure, as_json, rows_of
-from singa_lite.bench.runs import FORMAT
+from singa_lite.bench.runs import FORMAT, TABLE
 
 EVALUATION = {"step": 5, "seconds": 1.0, "bytes_sent": 100}
 
