@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType
+from types import GenericAlias, MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ def _find(contract: type[Contract]) -> Mapping[str, type[Contract]]:
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for value in vars(module).values():
-            if inspect.isclass(value) and issubclass(value, contract) and "transport" in vars(value):
+            is_class = isinstance(value, type) and not isinstance(value, GenericAlias)  # is a type in Python 3.10
+            if is_class and issubclass(value, contract) and "transport" in vars(value):
                 found[value.transport] = value
     found.pop("", None)  # the contract itself
     return MappingProxyType(found)

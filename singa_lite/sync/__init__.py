@@ -8,7 +8,7 @@ import inspect
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType
+from types import GenericAlias, MappingProxyType
 
 from .base import Scheme
 
@@ -20,6 +20,7 @@ def find_schemes() -> Mapping[str, type[Scheme]]:
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for value in vars(module).values():
-            if inspect.isclass(value) and issubclass(value, Scheme) and not inspect.isabstract(value):
+            is_class = isinstance(value, type) and not isinstance(value, GenericAlias)  # is a type in Python 3.10
+            if is_class and issubclass(value, Scheme) and not inspect.isabstract(value):
                 schemes.update(dict.fromkeys(value.names, value))
     return MappingProxyType(schemes)
