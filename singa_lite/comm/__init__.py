@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -38,9 +39,8 @@ def _find(contract: type[Contract]) -> Mapping[str, type[Contract]]:
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for value in vars(module).values():
-            is_class = isinstance(value, type) and not isinstance(
-                value, GenericAlias
-            )  # is a type in Python 3.10
+            # in Python 3.10 tuple[int, ...] is a class too
+            is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)
             if is_class and issubclass(value, contract) and "transport" in vars(value):
                 found[value.transport] = value
     found.pop("", None)  # the contract itself

@@ -20,9 +20,8 @@ def find_schemes() -> Mapping[str, type[Scheme]]:
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for value in vars(module).values():
-            is_class = isinstance(value, type) and not isinstance(
-                value, GenericAlias
-            )  # is a type in Python 3.10
+            # in Python 3.10 tuple[int, ...] is a class too
+            is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)
             if is_class and issubclass(value, Scheme) and not inspect.isabstract(value):
                 schemes.update(dict.fromkeys(value.names, value))
     return MappingProxyType(schemes)
