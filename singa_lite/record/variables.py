@@ -30,7 +30,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property, partial, partialmethod, singledispatchmethod
 from operator import attrgetter, is_, methodcaller
-from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, GenericAlias, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
@@ -238,6 +238,8 @@ class Variables:
     def _follow(self, value: Any) -> None:
         """Find what functions read that ``value`` is, holds, or has as methods."""
         if (isinstance(value, PLAIN) and not isinstance(value, type)) or id(value) in self._seen:
+            return
+        if isinstance(value, GenericAlias):  # list[float], which Python 3.10 takes for a class
             return
         if isinstance(value, type) and (base := self._looked_after(value)) is not None:
             self._follow_added(value, base)
