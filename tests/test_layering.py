@@ -32,7 +32,7 @@ LEVELS = {
     4: {"backend", "comm"},
     3: {"_native", "generation", "graph", "model_file", "profile"},
     2: {"files"},
-    1: {"config", "dtypes", "path_arguments", "users_line"},
+    1: {"config", "dtypes", "path_arguments", "plugins", "users_line"},
     0: {"errors"},
 }
 LEVEL_OF = {module: level for level, modules in LEVELS.items() for module in modules}
@@ -73,10 +73,9 @@ OPTIONAL = {
 SLOW = {"concurrent", "fractions", "hashlib", "multiprocessing"}  # likewise, see Note [imports]
 IMPORTS_BY_NAME = {
     "_native",
-    "comm",
-    "sync",
+    "plugins",
     "__init__",
-}  # compiled modules; transports and schemes, found by listing the folder; data, at its first use
+}  # compiled modules; transports and schemes; data, at its first use
 HOLDS_STATE = "config"
 CONTAINERS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 CONTAINER_CALLS = {

@@ -3,25 +3,17 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from types import GenericAlias, MappingProxyType
+from types import MappingProxyType
 
+from ..plugins import classes_in
 from .base import Scheme
 
 
 @cache
 def find_schemes() -> Mapping[str, type[Scheme]]:
     """Return every word of ``dist_option`` and the scheme it chooses; the folder is read once."""
-    schemes: dict[str, type[Scheme]] = {}
-    for module_info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{module_info.name}")
-        for value in vars(module).values():
-            # in Python 3.10 tuple[int, ...] is a class too
-            is_class = inspect.isclass(value) and not isinstance(value, GenericAlias)
-            if is_class and issubclass(value, Scheme) and not inspect.isabstract(value):
-                schemes.update(dict.fromkeys(value.names, value))
-    return MappingProxyType(schemes)
+    schemes = [kind for kind in classes_in(__name__, Scheme) if not inspect.isabstract(kind)]  # type: ignore[type-abstract]
+    return MappingProxyType({name: kind for kind in schemes for name in kind.names})
