@@ -183,6 +183,16 @@ def test_the_script_of_the_guide_trains_as_printed(tmp_path):
         assert expected in run(tmp_path, *command, tmp_path / "guide.py")
 
 
+def test_the_script_of_the_readme_trains_as_printed(tmp_path, digits):
+    [source] = re.findall(r"```python\n(from .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(source)
+    number = len(load_mnist(digits).test_labels)
+    for size, sent, command in ((1, 0, [sys.executable]), (2, 58664, LAUNCH_2)):
+        output = run(digits, *command, tmp_path / "train.py")
+        shares = re.findall(rf"(\d+) of {number // size} test images, {sent} bytes sent per step", output)
+        assert len(shares) == size and sum(map(int, shares)) > number / 2
+
+
 TO_FILES = 'exec "$1" "$2" > "$0/rank-$PMI_RANK"'  # mpiexec may break a line of one rank by another's
 
 
