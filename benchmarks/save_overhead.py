@@ -56,7 +56,7 @@ def main() -> None:
     print(
         f"mean step of a round: no save {means[0]:.3f} ms, saves {means[1]:.3f} ms: {means[1] / means[0]:.4f}"
     )
-    for number, what in enumerate(("first", "second", "third", "fourth")):
+    for number, what in enumerate(("first", "second", "third", "fourth")[: arguments.every]):
         both = [statistics.median(part[number] for part in each) for each in (none, saves)]
         print(f"{what} step: no save {both[0]:.3f} ms, saves {both[1]:.3f} ms")
     print(f"{size} bytes on the disk in the generations kept; load {os.getloadavg()[0]:.1f}")

@@ -4,18 +4,22 @@
     python benchmarks/train_step.py                                       1 and 2 threads, all models
     python benchmarks/train_step.py --models cnn --threads 1 --rounds 40
     python benchmarks/train_step.py --torch-python ~/torch/bin/python     PyTorch installed elsewhere
+    python benchmarks/train_step.py --threads 2 --busy 1                  beside another process that always runs
 
 Every mode is a process of its own; all do a few steps in interleaved rounds, so that all see the machine in the
 same state; the first round, in which graphs are recorded and compiled, is not counted. A step is forward, loss,
-backward and SGD with momentum 0.9 and weight decay. Printed: median step time, and each of our modes as a share
-of PyTorch's eager and best mode. "bf16" and "torch autocast" are mixed precision in bfloat16. torch.compile needs a
-C++ compiler.
+backward and SGD with momentum 0.9 and weight decay. Printed: median and mean step time, and the median of each of our
+modes as a share of PyTorch's eager and best mode. "bf16" and "torch autocast" are mixed precision in bfloat16.
+torch.compile needs a C++ compiler.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
+import subprocess
 import sys
+from collections.abc import Iterator
 
 from interleaved import Group, machine, serve, time_interleaved
 from steps import OURS, SHAPES, TORCH, batch, make_step
@@ -32,6 +36,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=OURS + TORCH, default=OURS + TORCH)
     parser.add_argument("--rounds", type=int, default=20, help="rounds of every mode")
     parser.add_argument("--steps", type=int, default=10, help="steps in a round")
+    parser.add_argument(
+        "--busy", type=int, default=0, help="other processes, each of which takes a core if it can"
+    )
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -41,13 +48,26 @@ def main() -> None:
         return
     print(machine())
     print(
-        f"{'model':8} {'batch':>5} {'threads':>7} {'mode':22} {'median ms':>9} {'/ eager':>8} {'/ best':>8}"
-        "  (of PyTorch)",
+        f"{'model':8} {'batch':>5} {'threads':>7} {'mode':22} {'median ms':>9} {'mean ms':>9} "
+        f"{'/ eager':>8} {'/ best':>8}  (of PyTorch)",
         flush=True,
     )
     for model in arguments.models:
         for threads in arguments.threads:
-            report(model, threads, measure(model, threads, arguments))
+            with busy_processes(arguments.busy):
+                report(model, threads, measure(model, threads, arguments))
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Have so many processes run without a pause."""
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def measure(model: str, threads: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
@@ -69,7 +89,8 @@ def report(model: str, threads: int, times: dict[str, list[float]]) -> None:
         if mode in OURS and theirs:
             eager = f"{median / theirs['torch eager']:8.2f}" if "torch eager" in theirs else " " * 8
             shares = f"{eager} {median / min(theirs.values()):8.2f}"
-        print(f"{model:8} {SHAPES[model][0]:5} {threads:7} {mode:22} {median:9.2f} {shares}")
+        row = f"{model:8} {SHAPES[model][0]:5} {threads:7} {mode:22} {median:9.2f}"
+        print(f"{row} {statistics.mean(times[mode]):9.2f} {shares}")
     print(f"{'':8} load {os.getloadavg()[0]:.1f}", flush=True)
 
 

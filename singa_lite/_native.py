@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one importer of compiled modules; lists what was built, and why not."""
+"""The one importer of compiled modules; lists what was built, and why not.
+
+Note [spinning]: a thread of GNU OpenMP that waits for others spins, by default 300,000 times, which are some 10 ms.
+Where other processes want the cores, the thread that is waited for may have none, and spinning takes the time in which
+it could run: a step of the MNIST CNN then takes up to 50 times as long. 5,000 spins are longer than threads wait for
+each other in a step on an idle machine (docs/benchmarks.md). The library reads the variable once, when it is loaded.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from types import ModuleType
 
 from .config import env
@@ -17,6 +25,8 @@ MODULES = {
     "_nccl": "collectives on GPU memory over NCCL, which is looked for when it is first used (Linux)",
 }
 
+SPINS = "GOMP_SPINCOUNT", "5000"  # of GNU OpenMP, see Note [spinning]
+
 
 def load(name: str) -> tuple[ModuleType | None, str]:
     """Import the compiled module ``singa_lite.<name>``.
@@ -25,9 +35,24 @@ def load(name: str) -> tuple[ModuleType | None, str]:
         (module, "built"), or (None, the reason why it is missing).
     """
     try:
-        return importlib.import_module(f"{__package__}.{name}"), "built"
+        with _few_spins():
+            return importlib.import_module(f"{__package__}.{name}"), "built"
     except ImportError as error:
         return None, f"{error}; reinstall with `pip install .` and read the compiler's output"
+
+
+@contextlib.contextmanager
+def _few_spins() -> Iterator[None]:
+    """Have GNU OpenMP spin little, if it is loaded meanwhile and the user has chosen nothing; Note [spinning]."""
+    variable, value = SPINS
+    if variable in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ[variable] = value
+    try:
+        yield
+    finally:
+        del os.environ[variable]
 
 
 def library_names(variable: str, package: str, file: str) -> list[str]:

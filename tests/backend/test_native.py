@@ -1004,6 +1004,28 @@ def test_the_gradient_of_a_strided_1x1_convolution_writes_nowhere_else(instructi
     assert run_python(code, ONEDNN_MAX_CPU_ISA=instructions).strip() == "done"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, _native.SPINS[1]), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    ids=["nothing", "a number", "a policy"],
+)
+def test_threads_spin_little_unless_the_user_has_chosen(chosen, spins):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "from singa_lite import _native; _native.load('_kernels')\n"
+        "print(dict(os.environ) == before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, **chosen, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True, text=True, timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    assert done.stdout == "True\n"
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
 WINOGRAD = """
 import numpy as np
 from singa_lite import _native; k, _ = _native.load("_kernels")
