@@ -61,7 +61,7 @@ class ReplicaStore(KVStore):
             super().abort(reason)
 
     def set_updater(self, updater: Updater) -> None:
-        """Set ``updater(key, pushed, stored)``, which changes the stored Tensor in place.
+        """Set ``updater(key, pushed, stored)``, which changes the stored Tensor in place, instead of an optimizer.
 
         The memory of ``pushed`` is that of the next sum: copy what is to outlive the call.
         """
@@ -70,9 +70,10 @@ class ReplicaStore(KVStore):
         if not callable(updater):
             raise OptionError(f"{self.type}: set_updater: expected a function, got {updater!r}")
         self._updater = updater
+        self._optimizer, self._lr, self._arguments.needs_floats = None, None, False
         self._memory.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
-            stored.updater = updater
+            stored.updater, stored.optimizer = updater, None
 
     _set_updater = set_updater
 
@@ -101,6 +102,7 @@ class ReplicaStore(KVStore):
 
     def _set_optimizer(self, description: Description) -> None:
         make_optimizer(description)
+        self._updater = None
         self._memory.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
             stored.set_optimizer(description)

@@ -53,6 +53,7 @@ class StoredArray:
 
     def set_optimizer(self, description: Description, lr: float | None = None) -> None:
         """Update the value by a new optimizer, without state, from now on; ``lr`` None is the one described."""
+        self.updater = None
         self.optimizer = make_optimizer(description)
         if lr is not None:
             self.optimizer.lr = lr

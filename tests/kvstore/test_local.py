@@ -264,6 +264,20 @@ def test_an_updater_that_comes_after_a_push_begins_from_what_that_left():
     assert out.tolist() == [10, 10]
 
 
+def test_of_an_updater_and_an_optimizer_the_last_one_counts():
+    store, ones = kvstore.create("local"), np.ones(2, np.float32)
+    outs = [np.zeros(2, np.float32), np.zeros(2, np.float32)]
+    store.init(0, outs[0])
+    for key, expected, of_new_key in ((1, -0.5, -0.5), (2, 1.5, 2.0), (3, 1.0, -0.5)):
+        store.set_updater(lambda key, pushed, stored: stored.copy_data(stored + pushed * 2.0))
+        assert store.optimizer_description is None
+        if key != 2:
+            store.set_optimizer(opt.SGD(lr=0.5))
+        store.init(key, np.zeros(2, np.float32))
+        store.pushpull([0, key], [ones, ones], outs)
+        assert [out.tolist() for out in outs] == [[expected] * 2, [of_new_key] * 2]
+
+
 def test_a_path_is_checked_before_anything_moves():
     store = kvstore.create("local")
     store.init(1, np.zeros(2, np.float32))
