@@ -27,6 +27,7 @@ from .errors import (
     CommError,
     DeviceError,
     DTypeError,
+    GraphError,
     OptionError,
     ShapeError,
     check_bool,
@@ -84,8 +85,8 @@ class _Copies:
         """Register a copy of the model of this process: (Device or None, {name: parameter}).
 
         Raises:
-            OptionError: no such pair, or other names than those of the copies before. DTypeError, ShapeError,
-                DeviceError: a parameter that is not one, or is not like that of the copies before.
+            OptionError: no such pair, other names than those of the copies before, or a parameter of one of them.
+            DTypeError, ShapeError, DeviceError: a parameter that is not one, or is not like that of the copies before.
         """
         where = f"{type(self).__name__}: add_context_and_parameters"
         if not isinstance(ctx_param_dict, tuple) or len(ctx_param_dict) != 2:
@@ -106,7 +107,12 @@ class _Copies:
         first = self._copies[0] if self._copies else params
         if list(first) != list(params):
             raise OptionError(f"{where}: a copy has {list(params)} but the first one {list(first)}")
+        registered = {id(param) for copy in self._copies for param in copy.values()}
         for name, param in params.items():
+            if id(param) in registered:
+                raise OptionError(
+                    f"{where}: {name} is in a copy registered before; call clear_context_parameters() to begin anew"
+                )
             if param.shape != first[name].shape or param.dtype != first[name].dtype:
                 raise ShapeError(f"{where}: {name} is {param!r} but in the first copy {first[name]!r}")
             if param.device is not first[name].device:
@@ -484,14 +490,14 @@ class _AllReduceCallback(BackwardCallback):
 
     def __init__(self, sums: _Sums, arrays: list[GivenArray], scale: float) -> None:
         self._sums, self._scale = sums, scale
-        self._grads = [array.tensor for array in arrays]
+        self.gradients = [array.tensor for array in arrays]
         self._open: dict[
             int, tuple[int, Tensor]
         ] = {}  # not sent yet: by the id of the array, number and gradient
 
     def begin(self) -> None:
         self._sums.begin(StepContext(self._sums.Options(), 0, self._sums.optimizer))
-        self._open = {id(grad.array): (number, grad) for number, grad in enumerate(self._grads)}
+        self._open = {id(grad.array): (number, grad) for number, grad in enumerate(self.gradients)}
 
     def add_gradient(self, param: Tensor) -> None:
         number, grad = self._open.pop(id(_grad(param).array), (0, None))
@@ -500,6 +506,11 @@ class _AllReduceCallback(BackwardCallback):
 
     def finish(self) -> None:
         for number, grad in list(self._open.values()):
+            if grad.is_old_grad:
+                raise GraphError(
+                    f"all_reduce_callback: the parameter of gradient {number} has changed its shape, dtype or device "
+                    "since, and so has another gradient; make another callback"
+                )
             self._send(grad, f"gradient#{number}")
         self._open = {}
         for grad, total in self._sums.finish():

@@ -494,6 +494,29 @@ def several_callbacks_of_one_backward_sum_what_each_was_given(comm: Any) -> None
 
 
 @fact
+def a_gradient_in_two_callbacks_is_an_error(comm: Any) -> None:
+    params, loss = three_layers(comm.rank)
+    before = bits(param.grad for param in params)
+    callbacks = [comm.all_reduce_callback([param.grad for param in params[:3]], size) for size in (1, 99)]
+    with pytest.raises(OptionError, match="two communicator_callbacks change the same gradient"):
+        loss.backward(communicator_callbacks=callbacks)
+    assert bits(param.grad for param in params) == before
+
+
+@fact
+def a_callback_with_the_gradient_of_an_earlier_dtype_is_an_error(comm: Any) -> None:
+    w = Tensor(data=np.ones(3, np.float32), stores_grad=True, name="w")
+    callback = comm.all_reduce_callback([w.grad], 1)
+    w.to_type(np.float64)
+    with autograd.record():
+        loss = autograd.reduce_sum(w * w)
+    with pytest.raises(
+        GraphError, match="the parameter of gradient 0 has changed its shape, dtype or device"
+    ):
+        loss.backward(communicator_callbacks=callback)
+
+
+@fact
 def gradients_added_up_over_two_passes_are_summed_once(comm: Any) -> None:
     found = []
     for with_callback in (False, True):
@@ -900,7 +923,10 @@ def test_ranks_that_registered_other_numbers_of_copies_are_an_error() -> None:
 )
 def test_copies_that_differ_are_refused(given: Any, error: type[Exception], message: str) -> None:
     comm = communicators.DataParallelCommunicator()
-    comm.add_context_and_parameters((None, copies(1.0)[0]))
+    registered = copies(1.0)[0]
+    comm.add_context_and_parameters((None, registered))
+    with pytest.raises(OptionError, match="w is in a copy registered before"):
+        comm.add_context_and_parameters((None, registered))
     with pytest.raises(error, match=message):
         comm.add_context_and_parameters(given)
     assert comm.size == 1

@@ -19,7 +19,12 @@ class BackwardCallback:
     """Callback of ``Tensor.backward``; a subclass overrides which of the three methods it needs.
 
     In a recorded step this Python runs once, and the kernels and collectives that it starts are recorded.
+
+    Attributes:
+        gradients: those that it changes; no other callback of the same backward may.
     """
+
+    gradients: Sequence[Tensor] = ()
 
     def begin(self) -> None:
         """Called before anything is computed; what it raises leaves all gradients as they are."""
@@ -62,7 +67,7 @@ def backward_into_grads(
 
 
 def _as_list(callbacks: object) -> list[BackwardCallback]:
-    """Return the callbacks given; OptionError for anything else, or one that is given twice."""
+    """Return the callbacks given; OptionError for anything else, or two that change one gradient."""
     if callbacks is None:
         return []
     found: list[BackwardCallback] = []
@@ -75,4 +80,9 @@ def _as_list(callbacks: object) -> list[BackwardCallback]:
         if any(callback is known for known in found):
             raise OptionError("backward: communicator_callbacks has a callback twice")
         found.append(callback)
+    changed = [id(grad.array) for callback in found for grad in callback.gradients]
+    if len(set(changed)) < len(changed):
+        raise OptionError(
+            "backward: two communicator_callbacks change the same gradient; give it to one of them"
+        )
     return found
