@@ -499,6 +499,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def step(self) -> None:
         """Count a step; compare the ranks where ``check_every`` says so, or states were loaded."""
         scheme, self._called = self._called, None
+        self._ranks.begun_at = None
         self._guard_attributes()
         if scheme is None:  # a call has done both at its start
             self._check_sent()
@@ -592,7 +593,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._check_by_hand()
         self._schemes.check_velocity(None)
         self._guard_attributes()
-        self._ranks.updated_by_hand([param for param, _ in pairs])
+        self._ranks.updated_by_hand(self, [param for param, _ in pairs])
         self.opt.update_pairs(pairs)
 
     def update(self, param: Tensor, grad: Tensor) -> None:
@@ -602,7 +603,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._check_by_hand()
         self._schemes.check_velocity(None)
         self._guard_attributes()
-        self._ranks.updated_by_hand([param])
+        self._ranks.updated_by_hand(self, [param])
         grad /= self.world_size
         self.opt.update(param, grad)
 
