@@ -303,7 +303,7 @@ class KVStore(WorkerCalls):
             compression_params: {"type": "1bit" or "2bit", "threshold": number, 0.5 if left out}.
 
         Raises:
-            OptionError: another type or threshold, a store of one process, or a key was made already.
+            OptionError: another type or threshold, a store "local" or "nccl", or a key was made already.
             CommError: the workers give different ones.
         """
         compression = Compression.of(compression_params)

@@ -87,13 +87,13 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         buffSize: elements a bucket holds (SINGA's name); sets ``bucket_bytes`` when that is None.
         dist_option: how gradients are sent where a call does not say: a name that docs/sync.md lists, and options of
             it as ``name[:value][:key=value...]``, such as "sparseTopK:0.01:corr=0"; the value is the first option's.
-        threshold: elements; how the sparse schemes and partialUpdate form groups: a parameter above it alone,
+        threshold: elements; how int8, the sparse schemes and partialUpdate form groups: a parameter above it alone,
             smaller ones joined until they exceed it.
         spars: what the option ``spars`` is where neither a call nor the text of ``dist_option`` says: a number, or a
             DecayScheduler of the step; None is 0.05. The attribute of this name can be set between steps; recorded
             steps see it.
-        bucket_bytes: fp32, fp16 and bf16 send a message as soon as it exceeds these bytes; tuning never changes
-            results.
+        bucket_bytes: fp32, fp16 and bf16 send a message as soon as it exceeds these bytes; tuning changes no result but
+            fp16's, which has one scale for a message.
         timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
             DistOpt of a process decides, as all share one world.
         communicator: use this one instead of the process's own.
@@ -465,7 +465,10 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether all ranks hold equal parameters after each step; if not, ``synchronize`` before evaluation."""
+        """Whether ``dist_option`` and all others that have run leave the ranks with equal parameters after each step.
+
+        If not, ``synchronize`` before evaluation.
+        """
         kinds = [read_dist_option(self.dist_option).scheme, *self._schemes.kinds]
         return all(kind.keeps_equal for kind in kinds)
 

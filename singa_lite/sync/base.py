@@ -134,7 +134,7 @@ class Scheme:
     Args:
         communicator: of the world to agree in.
         threshold: elements; a parameter above it is a group of its own, smaller ones are joined until they exceed it.
-        bucket_bytes: bytes per message for schemes without selection; tuning it never changes results.
+        bucket_bytes: bytes per message for schemes without selection; tuning it changes no result but fp16's.
         optimizer: applies what ``finish`` gives, and knows the names of parameters.
     """
 

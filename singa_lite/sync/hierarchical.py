@@ -241,7 +241,7 @@ def check_outer(outer: DistOption, text: str) -> None:
         )
     if problem:
         raise OptionError(
-            f"hierarchical: outer = {text!r}: {problem}; use fp32, fp16, bf16, int8 or sparseTopK"
+            f"hierarchical: outer = {text!r}: {problem}; use one that sends gradients alone, such as fp16 or sparseTopK"
         )
 
 

@@ -86,7 +86,7 @@ class PowerSgd(BucketedSync):
 
         Attributes:
             rank: rows of P and Q, 1 .. 32; at most the rows and columns of a matrix.
-            rate: a matrix is sent as P and Q if these have at least ``rate`` times fewer elements, >= 0.
+            rate: a matrix is sent as P and Q if these have more than ``rate`` times fewer elements, >= 0.
             feedback: keep what was not sent and add it to the next step's gradient; False drops it.
             warm_start: begin with the Q of the step before; False with random numbers.
         """
