@@ -257,7 +257,8 @@ class Tensor:
         Raises:
             GraphError: this tensor was not recorded, or its record was used up by an earlier backward.
             ShapeError: it has more than one element and dy is None, or dy has another shape.
-            DTypeError, DeviceError: dy has another dtype or is on another device. Nothing has changed then.
+            DTypeError, DeviceError: dy has another dtype or is on another device.
+            OptionError: a callback that is none, or two that change one gradient. Nothing has changed then.
         """
         OPERATORS["backward"](self, dy, communicator_callbacks)
 
