@@ -16,7 +16,6 @@ and clocks are not looked at: what a step does with them is done while recording
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -68,7 +67,6 @@ class Recorder:
         self._casts: dict[tuple[View, Any], tuple[Any, tuple[int, ...]]] = {}
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
         self.joins: list[Join] = []  # of forks that have not ended
-        self._threads = weakref.WeakSet(threading.enumerate())  # that were there when the step began
         # by the id of an array's root: what another thread has done to it, and a weak reference to it
         self._read_elsewhere: dict[int, tuple[str, Any]] = {}
         self._written_elsewhere: dict[int, tuple[str, Any]] = {}
@@ -207,22 +205,18 @@ class Recorder:
     def note_elsewhere(self, what: str, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> None:
         """Note what another thread does meanwhile; it breaks the graph where it is a part of the step.
 
-        That is so if it writes an array that the step uses, or reads one that the step makes or writes, then or later;
-        or if it has begun since the step did, whatever it does, as the step may have started it.
+        That is so if it writes an array that the step uses, or reads one that the step makes or writes, then or later.
         """
-        if threading.current_thread() not in self._threads:
-            self._break_for_thread(f"another thread, which has begun meanwhile, {what}")
         for arrays, noted in ((inputs, self._read_elsewhere), (outputs, self._written_elsewhere)):
             for root in map(root_of, arrays):
                 memory = self._memories.get(id(root))
                 if memory is not None and (noted is self._written_elsewhere or memory.owner is None):
-                    self._break_for_thread(f"another thread {what} with a Tensor of it")
+                    self._break_for_thread(what)
                 noted[id(root)] = what, weakref.ref(root)
 
     def _break_for_thread(self, what: str) -> None:
-        self.break_graph(
-            f"{what}, which a replay would not do", is_lasting=False
-        )  # it may have been by chance
+        reason = f"another thread {what} with a Tensor of it, which a replay would not do"
+        self.break_graph(reason, is_lasting=False)  # it may have been by chance
 
     def finish(self) -> None:
         """Pin, at the end of the step, what host nodes use; break the graph for what a replay could not restore."""
@@ -248,7 +242,7 @@ class Recorder:
             written |= {memory for _, memory in self._passed}
             for what, watch in list(self._read_elsewhere.values()):
                 if (root := watch()) is not None and self._memories.get(id(root)) in written:
-                    self._break_for_thread(f"another thread {what} with a Tensor of it")
+                    self._break_for_thread(what)
 
     def has_escaped(self, known: list[Array], tensors: list[weakref.ref[Any]]) -> bool:
         """Return whether somebody still holds one of ``tensors``, or an array of the step that is not ``known``."""
