@@ -371,6 +371,13 @@ def average_of(net):
     net.average += net.conv.b
 
 
+COUNTED = Tensor((1,))
+
+
+def count(tensor):
+    tensor += 1.0
+
+
 THREADS = {
     "makes a part of the input": lambda net, x: x * in_thread(lambda: x * 0.5),
     "makes a constant": lambda net, x: x * in_thread(lambda: from_numpy(np.float32([1 + net.conv.b.size()]))),
@@ -379,6 +386,8 @@ THREADS = {
     "averages a parameter before it is used": lambda net, x: (in_thread(average_of, net), x)[1],
     "reads a value": lambda net, x: x * in_thread(lambda: (x * x).l2()),
     "runs a model": lambda net, x: in_thread(net.conv.forward, x),
+    "counts in an attribute that the step does not use": lambda net, x: (in_thread(count, net.average), x)[1],
+    "counts in a global that the step does not use": lambda net, x: (in_thread(count, COUNTED), x)[1],
 }
 
 
@@ -395,7 +404,9 @@ def test_what_a_step_does_in_another_thread_is_not_frozen(kind):
                 return super().features(THREADS[kind](self, x) if self.head._is_initialized else x)
             return self.norm(THREADS[kind](self, autograd.relu(self.conv(x))))
 
+    COUNTED.set_value(0)
     net = assert_alike(Threaded, steps=6)
+    assert to_numpy(COUNTED)[0] == (14 if "global" in kind else 0)  # compile runs it too
     assert "another thread" in net.graph_info()[0].break_reason
     assert not state.recorders
 

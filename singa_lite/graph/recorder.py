@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -214,6 +214,13 @@ class Recorder:
                     self._break_for_thread(what)
                 noted[id(root)] = what, weakref.ref(root)
 
+    def check_written_elsewhere(self, arrays: Iterable[Array]) -> None:
+        """Break the graph if another thread has written one of ``arrays``, which belong to the step or its model."""
+        for root in map(root_of, arrays):
+            what, watch = self._written_elsewhere.get(id(root), ("", None))
+            if watch is not None and watch() is root:
+                self._break_for_thread(what)
+
     def _break_for_thread(self, what: str) -> None:
         reason = f"another thread {what} with a Tensor of it, which a replay would not do"
         self.break_graph(reason, is_lasting=False)  # it may have been by chance
@@ -277,9 +284,7 @@ class Recorder:
         """Return the Memory of the array ``root``; an array made at its address later has another one."""
         key = id(root)
         if key not in self._memories:
-            what, watch = self._written_elsewhere.get(key, ("", None))
-            if watch is not None and watch() is root:
-                self._break_for_thread(what)
+            self.check_written_elsewhere([root])
             self._memories[key] = Memory(root.nbytes)
             # called without Python in between, where Ctrl-C would be lost and the entry stay
             self._watches.append(weakref.ref(root, partial(self._memories.pop, key)))

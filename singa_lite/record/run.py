@@ -76,6 +76,8 @@ class Run:
             self.result = model.run_train_one_batch(*arguments, **options)
             return
         self.result = self._run(model, given, arenas)
+        self.recorder.check_written_elsewhere(array for found in before for array in found.arrays)
+        self.recorder.check_written_elsewhere(tensor.array for tensor in self.variables.tensors.values())
         self.changes_containers = given.changes_containers
         self._check_result((arguments, options))
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
