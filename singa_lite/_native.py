@@ -3,8 +3,9 @@
 
 Note [spinning]: a thread of GNU OpenMP that waits for others spins, by default 300,000 times, which are some 10 ms.
 Where other processes want the cores, the thread that is waited for may have none, and spinning takes the time in which
-it could run: a step of the MNIST CNN then takes up to 50 times as long. 5,000 spins are longer than threads wait for
-each other in a step on an idle machine (docs/benchmarks.md). The library reads the variable once, when it is loaded.
+it could run: steps then take several times as long, some of them 50 times. 5,000 spins are enough for the waits of a
+step on an idle machine (docs/benchmarks.md, "Beside other processes"). The library reads the variable as it is loaded, so
+it is set while a compiled module is imported for the first time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -25,7 +27,7 @@ MODULES = {
     "_nccl": "collectives on GPU memory over NCCL, which is looked for when it is first used (Linux)",
 }
 
-SPINS = "GOMP_SPINCOUNT", "5000"  # of GNU OpenMP, see Note [spinning]
+SPIN_COUNT = "5000"  # see Note [spinning]
 
 
 def load(name: str) -> tuple[ModuleType | None, str]:
@@ -34,9 +36,10 @@ def load(name: str) -> tuple[ModuleType | None, str]:
     Returns:
         (module, "built"), or (None, the reason why it is missing).
     """
+    module = f"{__package__}.{name}"
     try:
-        with _few_spins():
-            return importlib.import_module(f"{__package__}.{name}"), "built"
+        with contextlib.nullcontext() if module in sys.modules else _few_spins():
+            return importlib.import_module(module), "built"
     except ImportError as error:
         return None, f"{error}; reinstall with `pip install .` and read the compiler's output"
 
@@ -44,15 +47,14 @@ def load(name: str) -> tuple[ModuleType | None, str]:
 @contextlib.contextmanager
 def _few_spins() -> Iterator[None]:
     """Have GNU OpenMP spin little, if it is loaded meanwhile and the user has chosen nothing; Note [spinning]."""
-    variable, value = SPINS
-    if variable in os.environ or "OMP_WAIT_POLICY" in os.environ:
+    if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
         yield
         return
-    os.environ[variable] = value
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     try:
         yield
     finally:
-        del os.environ[variable]
+        os.environ.pop("GOMP_SPINCOUNT", None)  # another thread that imports may have done so
 
 
 def library_names(variable: str, package: str, file: str) -> list[str]:

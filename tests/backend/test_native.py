@@ -1006,7 +1006,7 @@ def test_the_gradient_of_a_strided_1x1_convolution_writes_nowhere_else(instructi
 
 @pytest.mark.parametrize(
     ("chosen", "spins"),
-    [({}, _native.SPINS[1]), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    [({}, _native.SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
     ids=["nothing", "a number", "a policy"],
 )
 def test_threads_spin_little_unless_the_user_has_chosen(chosen, spins):
