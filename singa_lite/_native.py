@@ -4,8 +4,8 @@
 Note [spinning]: a thread of GNU OpenMP that waits for others spins, by default 300,000 times, which are some 10 ms.
 Where other processes want the cores, the thread that is waited for may have none, and spinning takes the time in which
 it could run: steps then take several times as long, some of them 50 times. 5,000 spins are enough for the waits of a
-step on an idle machine (docs/benchmarks.md, "Beside other processes"). The library reads the variable as it is loaded, so
-it is set while a compiled module is imported for the first time.
+step on an idle machine (docs/benchmarks.md, "Beside other processes"). The library reads the variable as it is loaded,
+so it is set while a compiled module is imported for the first time.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class _Copies:
         """Register a copy of the model of this process: (Device or None, {name: parameter}).
 
         Raises:
-            OptionError: no such pair, other names than those of the copies before, or a parameter of one of them.
+            OptionError: no such pair, other names than those of the copies before, or a parameter twice.
             DTypeError, ShapeError, DeviceError: a parameter that is not one, or is not like that of the copies before.
         """
         where = f"{type(self).__name__}: add_context_and_parameters"
@@ -111,8 +111,10 @@ class _Copies:
         for name, param in params.items():
             if id(param) in registered:
                 raise OptionError(
-                    f"{where}: {name} is in a copy registered before; call clear_context_parameters() to begin anew"
+                    f"{where}: {name} is registered already, in this copy or one before; clear_context_parameters() "
+                    "begins anew"
                 )
+            registered.add(id(param))
             if param.shape != first[name].shape or param.dtype != first[name].dtype:
                 raise ShapeError(f"{where}: {name} is {param!r} but in the first copy {first[name]!r}")
             if param.device is not first[name].device:
@@ -410,6 +412,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         Raises:
             OptionError: an argument out of range, or parameters in ``data`` instead of their gradients.
             DTypeError: ``division`` or ``scale_grad`` with arrays that are not floats.
+            GraphError: in backward, after some sums: a parameter has changed its dtype since and has another gradient.
         """
         communicator, op = self._member("all_reduce_callback", group), _op(division)
         check_int("all_reduce_callback", "pack_size", pack_size, 1)
@@ -490,14 +493,14 @@ class _AllReduceCallback(BackwardCallback):
 
     def __init__(self, sums: _Sums, arrays: list[GivenArray], scale: float) -> None:
         self._sums, self._scale = sums, scale
-        self.gradients = [array.tensor for array in arrays]
+        self._changed_gradients = [array.tensor for array in arrays]
         self._open: dict[
             int, tuple[int, Tensor]
         ] = {}  # not sent yet: by the id of the array, number and gradient
 
     def begin(self) -> None:
         self._sums.begin(StepContext(self._sums.Options(), 0, self._sums.optimizer))
-        self._open = {id(grad.array): (number, grad) for number, grad in enumerate(self.gradients)}
+        self._open = {id(grad.array): (number, grad) for number, grad in enumerate(self._changed_gradients)}
 
     def add_gradient(self, param: Tensor) -> None:
         number, grad = self._open.pop(id(_grad(param).array), (0, None))
@@ -506,7 +509,7 @@ class _AllReduceCallback(BackwardCallback):
 
     def finish(self) -> None:
         for number, grad in list(self._open.values()):
-            if grad.is_old_grad:
+            if grad._is_old_grad:
                 raise GraphError(
                     f"all_reduce_callback: the parameter of gradient {number} has changed its shape, dtype or device "
                     "since, and so has another gradient; make another callback"

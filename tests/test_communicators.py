@@ -500,6 +500,10 @@ def a_gradient_in_two_callbacks_is_an_error(comm: Any) -> None:
     callbacks = [comm.all_reduce_callback([param.grad for param in params[:3]], size) for size in (1, 99)]
     with pytest.raises(OptionError, match="two communicator_callbacks change the same gradient"):
         loss.backward(communicator_callbacks=callbacks)
+    raw = params[0].grad.array.reshape(-1)
+    callbacks = [comm.all_reduce_callback([given], 1) for given in (params[0].grad, raw)]
+    with pytest.raises(OptionError, match="two communicator_callbacks change the same gradient"):
+        loss.backward(communicator_callbacks=callbacks)
     assert bits(param.grad for param in params) == before
 
 
@@ -925,8 +929,12 @@ def test_copies_that_differ_are_refused(given: Any, error: type[Exception], mess
     comm = communicators.DataParallelCommunicator()
     registered = copies(1.0)[0]
     comm.add_context_and_parameters((None, registered))
-    with pytest.raises(OptionError, match="w is in a copy registered before"):
+    with pytest.raises(OptionError, match="w is registered already"):
         comm.add_context_and_parameters((None, registered))
+    with pytest.raises(OptionError, match="v is registered already"):
+        communicators.DataParallelCommunicator().add_context_and_parameters(
+            (None, dict.fromkeys("wv", registered["w"]))
+        )
     with pytest.raises(error, match=message):
         comm.add_context_and_parameters(given)
     assert comm.size == 1

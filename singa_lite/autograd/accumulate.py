@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import OptionError
+from ..graph.memory import address_of
 from ..tensor import Tensor
 from ..tensor.core import set_grads_fresh
 from .engine import backward
@@ -19,12 +20,9 @@ class BackwardCallback:
     """Callback of ``Tensor.backward``; a subclass overrides which of the three methods it needs.
 
     In a recorded step this Python runs once, and the kernels and collectives that it starts are recorded.
-
-    Attributes:
-        gradients: those that it changes; no other callback of the same backward may.
     """
 
-    gradients: Sequence[Tensor] = ()
+    _changed_gradients: Sequence[Tensor] = ()  # no two callbacks of one backward may change the same
 
     def begin(self) -> None:
         """Called before anything is computed; what it raises leaves all gradients as they are."""
@@ -80,7 +78,9 @@ def _as_list(callbacks: object) -> list[BackwardCallback]:
         if any(callback is known for known in found):
             raise OptionError("backward: communicator_callbacks has a callback twice")
         found.append(callback)
-    changed = [id(grad.array) for callback in found for grad in callback.gradients]
+    changed = [
+        address_of(grad.array) for callback in found for grad in callback._changed_gradients if grad.size()
+    ]
     if len(set(changed)) < len(changed):
         raise OptionError(
             "backward: two communicator_callbacks change the same gradient; give it to one of them"

@@ -70,10 +70,10 @@ class ReplicaStore(KVStore):
         if not callable(updater):
             raise OptionError(f"{self.type}: set_updater: expected a function, got {updater!r}")
         self._updater = updater
-        self._optimizer, self._lr, self._arguments.needs_floats = None, None, False
+        self._optimizer, self._arguments.needs_floats = None, False
         self._memory.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
-            stored.updater, stored.optimizer = updater, None
+            stored.updater = updater
 
     _set_updater = set_updater
 

@@ -28,8 +28,8 @@ BY_HAND = (
     "different. Call DistOpt.broadcast(params) before training, or use a Model"
 )
 OWN_STEP = (
-    "DistOpt: the update by hand before ended with step() of the optimizer inside, which compares nothing between the "
-    "ranks; call DistOpt.step()"
+    "DistOpt: the optimizer's step counter has changed since the last update by hand without DistOpt.step(), so the "
+    "ranks were not compared; end a step by hand with DistOpt.step(), not with step() of the optimizer inside"
 )
 HALF_MADE = (
     "DistOpt: an exception ended the update of step {}. What {} keeps of gradients may have changed already; load "
@@ -63,7 +63,7 @@ class Consistency:
         may_differ: a scheme has run that does not keep the ranks' parameters equal, and none since that does.
         updating: the scheme whose update has begun and is not counted yet, else None. Where there is one when the next
             begins, an exception ended its update, which other ranks may have made.
-        begun_at: how many steps the optimizer had made at the last update by hand; None if DistOpt.step() came since.
+        steps_by_hand: the optimizer's step counter at the last update by hand; None if a step has ended since.
     """
 
     def __init__(self, communicator: Communicator, sums: GradientSums, check_every: int | None) -> None:
@@ -71,7 +71,7 @@ class Consistency:
         self.names: dict[Tensor, str] = {}
         self.may_differ = False
         self.updating: Scheme | None = None
-        self.begun_at: int | None = None
+        self.steps_by_hand: int | None = None
         self._is_loaded = False  # states, and not compared yet
         self._called: dict[Tensor, str] = {}  # names that the script or a Model has given
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
@@ -82,13 +82,13 @@ class Consistency:
 
     def states_loaded(self) -> None:
         """Mark that states were loaded, which the ranks compare before they use them."""
-        self._is_loaded, self.begun_at = True, None
+        self._is_loaded, self.steps_by_hand = True, None
 
     def updated_by_hand(self, dist: Compared, params: Iterable[Tensor]) -> None:
         """Mark ``params``, which no call has seen, to be compared too from now on; called before they change."""
-        if self.begun_at not in (None, dist.opt._step_counter) and not self._communicator.is_alone:
+        if self.steps_by_hand not in (None, dist.opt._step_counter) and not self._communicator.is_alone:
             warn(OWN_STEP)
-        self.begun_at = dist.opt._step_counter
+        self.steps_by_hand = dist.opt._step_counter
         new = [param for param in params if param not in self._by_hand]
         self._by_hand |= dict.fromkeys(new)
         if self._first_values is not None and not self.names:

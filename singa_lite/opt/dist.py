@@ -87,8 +87,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         buffSize: elements a bucket holds (SINGA's name); sets ``bucket_bytes`` when that is None.
         dist_option: how gradients are sent where a call does not say: a name that docs/sync.md lists, and options of
             it as ``name[:value][:key=value...]``, such as "sparseTopK:0.01:corr=0"; the value is the first option's.
-        threshold: elements; how int8, the sparse schemes and partialUpdate form groups: a parameter above it alone,
-            smaller ones joined until they exceed it.
+        threshold: elements; how int8, sign, the sparse schemes and partialUpdate form groups: a parameter above it
+            alone, smaller ones joined until they exceed it.
         spars: what the option ``spars`` is where neither a call nor the text of ``dist_option`` says: a number, or a
             DecayScheduler of the step; None is 0.05. The attribute of this name can be set between steps; recorded
             steps see it.
@@ -396,6 +396,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._end_measuring(is_timed)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
+        self._ranks.steps_by_hand = None
         self._ranks.may_differ |= not scheme.keeps_equal
 
     def _guard_attributes(self) -> None:
@@ -502,7 +503,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def step(self) -> None:
         """Count a step; compare the ranks where ``check_every`` says so, or states were loaded."""
         scheme, self._called = self._called, None
-        self._ranks.begun_at = None
         self._guard_attributes()
         if scheme is None:  # a call has done both at its start
             self._check_sent()
@@ -516,6 +516,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _end_step(self) -> None:
         """End a step that was made by hand."""
+        self._ranks.steps_by_hand = None
         self._stop.end_step(self.opt._step_counter)
 
     def update_velocity(self, pairs: Pairs) -> None:

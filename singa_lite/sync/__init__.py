@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -15,5 +14,5 @@ from .base import Scheme
 @cache
 def find_schemes() -> Mapping[str, type[Scheme]]:
     """Return every word of ``dist_option`` and the scheme it chooses; the folder is read once."""
-    schemes = [kind for kind in classes_in(__name__, Scheme) if not inspect.isabstract(kind)]  # type: ignore[type-abstract]
+    schemes = classes_in(__name__, Scheme)  # type: ignore[type-abstract]
     return MappingProxyType({name: kind for kind in schemes for name in kind.names})

@@ -86,7 +86,7 @@ class Tensor:
 
     _grad: Tensor | None = None
     _has_fresh_grad = False
-    is_old_grad = False  # whether this was the ``grad`` of a parameter that has another one now
+    _is_old_grad = False  # whether this was the ``grad`` of a parameter that has another one now
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Tensor:
             with unrecorded():
                 grad = Tensor(self.shape, self.device, self.dtype, requires_grad=False)
             if self._grad is not None:
-                self._grad.is_old_grad = True
+                self._grad._is_old_grad = True
             self._grad, self._has_fresh_grad = grad, False
         return grad
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import singa_lite
-from singa_lite.comm import find_transports
+from singa_lite.comm import find_messengers, find_transports
 from singa_lite.comm.base import Communicator
 from tests.comm.processes import LIMIT_S, PATIENT, fresh_environment
 
@@ -95,6 +95,7 @@ def test_a_file_in_the_folder_is_a_row_of_info(package_with_toy):
 
 def test_every_transport_says_whether_it_works():
     assert {"local", "shm", "mpi", "nccl"} <= set(find_transports())
+    assert "" not in find_transports() and "" not in find_messengers()
     for word, kind in find_transports().items():
         assert issubclass(kind, Communicator) and kind.transport == word
         assert kind.describe().startswith(("works", "no: "))

@@ -276,6 +276,8 @@ def test_of_an_updater_and_an_optimizer_the_last_one_counts():
         store.init(key, np.zeros(2, np.float32))
         store.pushpull([0, key], [ones, ones], outs)
         assert [out.tolist() for out in outs] == [[expected] * 2, [of_new_key] * 2]
+    store.set_updater(lambda key, pushed, stored: stored.copy_data(stored + pushed))
+    store.init(4, np.zeros(2, np.int32))  # which no optimizer updates
 
 
 def test_a_path_is_checked_before_anything_moves():
