@@ -226,6 +226,23 @@ class Called(Net):
         return loss
 
 
+def updates_one_more_by_hand(communicator: Communicator) -> list[str]:
+    net, extra = Called("all_reduce"), Tensor(data=np.ones(2), stores_grad=True, name="extra")
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=communicator)
+    net.set_optimizer(sgd)
+    net.compile([batch(0, 0)[0]], use_graph=True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(5):
+            sgd.update(extra, Tensor(data=np.ones(2)))
+            net(*batch(step, communicator.rank))
+    return [str(warning.message) for warning in seen]
+
+
+def test_a_recorded_call_ends_the_step_of_an_update_by_hand_before_it() -> None:
+    assert run_ranks(updates_one_more_by_hand, 3) == [[]] * 3
+
+
 def sets_an_attribute(communicator: Communicator, use_graph: bool, kind: type[Net], name: str) -> Any:
     net = kind("all_reduce")
     sgd = opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator)
