@@ -8,6 +8,7 @@ is defined in steps.py, what is compared in the scripts beside this one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 SOCKET = "BENCHMARK_SOCKET"  # the environment variable with the address to serve at
@@ -122,6 +123,18 @@ class Group:
                 job.kill()
                 job.wait()
         self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Have so many processes run without a pause."""
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def time_interleaved(

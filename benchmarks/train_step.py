@@ -14,14 +14,11 @@ torch.compile needs a C++ compiler.
 """
 
 import argparse
-import contextlib
 import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
 
-from interleaved import Group, machine, serve, time_interleaved
+from interleaved import Group, busy_processes, machine, serve, time_interleaved
 from steps import OURS, SHAPES, TORCH, batch, make_step
 
 HINT = " (is PyTorch installed? see --torch-python)"
@@ -56,18 +53,6 @@ def main() -> None:
         for threads in arguments.threads:
             with busy_processes(arguments.busy):
                 report(model, threads, measure(model, threads, arguments))
-
-
-@contextlib.contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Have so many processes run without a pause."""
-    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 def measure(model: str, threads: int, arguments: argparse.Namespace) -> dict[str, list[float]]:

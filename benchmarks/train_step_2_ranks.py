@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from interleaved import SOCKET, Group, machine, serve, time_interleaved
+from interleaved import SOCKET, Group, busy_processes, machine, serve, time_interleaved
 from steps import SHAPES, batch, our_step, torch_step
 
 HINT = " (is PyTorch installed? see --torch-python)"
@@ -39,6 +39,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20, help="rounds of every group")
     parser.add_argument("--steps", type=int, default=10, help="steps in a round")
+    parser.add_argument(
+        "--busy", type=int, default=0, help="other processes, each of which takes a core if it can"
+    )
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
     parser.add_argument("--only", nargs="+", help="groups whose names contain one of these")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
@@ -52,7 +55,8 @@ def main() -> None:
         for name, start in groups(arguments).items()
         if not arguments.only or any(word in name for word in arguments.only)
     }
-    times = time_interleaved(starts, arguments.rounds, arguments.steps, HINT)
+    with busy_processes(arguments.busy):
+        times = time_interleaved(starts, arguments.rounds, arguments.steps, HINT)
     report({name: statistics.median(values) for name, values in times.items()}, arguments.ranks)
     print(f"load {os.getloadavg()[0]:.1f}")
 
