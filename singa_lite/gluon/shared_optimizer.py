@@ -97,7 +97,7 @@ class SharedOptimizer:
         description, steps = store.optimizer_description or {}, self._optimizer.step_counter
         if description.get("step_counter", 0) != steps or not self._is_like_store(store):
             raise OptionError(
-                f"Trainer: step: the store updates by {dict(description)}, not by this Trainer's optimizer, "
+                f"Trainer: step: the store updates by {dict(description) or 'an updater'}, not by this Trainer's optimizer, "
                 f"{self._optimizer!r} after {steps} steps; call trainer.kvstore.set_optimizer(trainer.optimizer)"
             )
 
