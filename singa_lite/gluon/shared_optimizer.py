@@ -97,8 +97,8 @@ class SharedOptimizer:
         description, steps = store.optimizer_description or {}, self._optimizer.step_counter
         if description.get("step_counter", 0) != steps or not self._is_like_store(store):
             raise OptionError(
-                f"Trainer: step: the store updates by {dict(description) or 'an updater'}, not by this Trainer's optimizer, "
-                f"{self._optimizer!r} after {steps} steps; call trainer.kvstore.set_optimizer(trainer.optimizer)"
+                f"Trainer: step: the store updates by {dict(description) or 'an updater'}, not by this Trainer's "
+                f"optimizer, {self._optimizer!r} after {steps} steps; call trainer.kvstore.set_optimizer(trainer.optimizer)"
             )
 
     def _is_like_store(self, store: KVStore) -> bool:
