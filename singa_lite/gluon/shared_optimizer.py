@@ -98,7 +98,8 @@ class SharedOptimizer:
         if description.get("step_counter", 0) != steps or not self._is_like_store(store):
             raise OptionError(
                 f"Trainer: step: the store updates by {dict(description) or 'an updater'}, not by this Trainer's "
-                f"optimizer, {self._optimizer!r} after {steps} steps; call trainer.kvstore.set_optimizer(trainer.optimizer)"
+                f"optimizer, {self._optimizer!r} after {steps} steps; call "
+                "trainer.kvstore.set_optimizer(trainer.optimizer)"
             )
 
     def _is_like_store(self, store: KVStore) -> bool:
