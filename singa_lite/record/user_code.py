@@ -26,7 +26,7 @@ GENERATORS = {"default_rng", "RandomState", "Random"}
 SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
 # of generators that others share: a replay would not leave their state as the step does
 SEEDING = {"seed", "set_state", "setstate"}
-# which take their names from the constant before; KW_NAMES of Python 3.11 is no such constant
+# which take their names from the constant before
 KEYWORD_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 
@@ -41,6 +41,9 @@ def names_of(code: CodeType) -> tuple[set[str], set[str]]:
             names.add(str(instruction.argval))
         elif "ATTR" in instruction.opname or instruction.opname == "LOAD_METHOD":
             attributes.add(str(instruction.argval))
+        # the keywords of a call, in Python 3.12
+        elif instruction.opname == "KW_NAMES":
+            continue
         # of match, or a loop over names; not the keywords of a call
         elif isinstance(instruction.argval, tuple) and (then is None or then.opname not in KEYWORD_CALLS):
             attributes |= {part for part in instruction.argval if isinstance(part, str)}
