@@ -111,8 +111,8 @@ class _Copies:
         for name, param in params.items():
             if id(param) in registered:
                 raise OptionError(
-                    f"{where}: {name} is registered already, in this copy or one before; clear_context_parameters() "
-                    "begins anew"
+                    f"{where}: {name} is registered already, in this copy or one before; call "
+                    "clear_context_parameters() first"
                 )
             registered.add(id(param))
             if param.shape != first[name].shape or param.dtype != first[name].dtype:

@@ -26,8 +26,7 @@ GENERATORS = {"default_rng", "RandomState", "Random"}
 SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
 # of generators that others share: a replay would not leave their state as the step does
 SEEDING = {"seed", "set_state", "setstate"}
-# which take their names from the constant before
-KEYWORD_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")
+KEYWORD_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")  # which take their names from the constant before
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 
 
@@ -41,11 +40,8 @@ def names_of(code: CodeType) -> tuple[set[str], set[str]]:
             names.add(str(instruction.argval))
         elif "ATTR" in instruction.opname or instruction.opname == "LOAD_METHOD":
             attributes.add(str(instruction.argval))
-        # the keywords of a call, in Python 3.12
-        elif instruction.opname == "KW_NAMES":
-            continue
         # of match, or a loop over names; not the keywords of a call
-        elif isinstance(instruction.argval, tuple) and (then is None or then.opname not in KEYWORD_CALLS):
+        elif isinstance(instruction.argval, tuple) and not _are_keywords(instruction, then):
             attributes |= {part for part in instruction.argval if isinstance(part, str)}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -54,6 +50,11 @@ def names_of(code: CodeType) -> tuple[set[str], set[str]]:
         elif isinstance(constant, str):
             attributes.add(constant)  # of getattr
     return names, attributes
+
+
+def _are_keywords(named: dis.Instruction, then: dis.Instruction | None) -> bool:
+    """Return whether a tuple of texts names the keywords of a call; Python 3.12 has an instruction for that."""
+    return named.opname == "KW_NAMES" or (then is not None and then.opname in KEYWORD_CALLS)
 
 
 def compares_identities(code: CodeType) -> bool:
