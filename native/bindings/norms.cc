@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batch norm, softmax and its loss.
+// Batch norm, and the loss of softmax.
 #include <algorithm>
 #include <optional>
 
@@ -97,19 +97,6 @@ bool bind_batchnorm_backward(const py::handle& dy, const py::handle& x, const py
          batchnorm_backward_as<Bfloat16>(dy, x, scale, mean, inverse_std, bias, out, block);
 }
 
-template <class T>
-bool softmax_as(const py::handle& x_, const py::handle& out_, int axis) {
-  const Array<const T> x(x_);
-  const Array<T> out(out_);
-  if (!all(x, out) || x.ndim == 0 || x.size == 0 || x.size != out.size || (axis != -1 && axis != x.ndim - 1)) return false;
-  const auto columns = std::size_t(x.shape(x.ndim - 1));
-  return run([=] { softmax(x.data(), out.data(), x.size / columns, columns); });
-}
-
-bool bind_softmax(const py::handle& x, const py::handle& out, int axis) {
-  return softmax_as<float>(x, out, axis) || softmax_as<Bfloat16>(x, out, axis);
-}
-
 // Whether labels may be class ids of the rows of x.
 template <class Id>
 bool fit(const In& x, const Array<const Id>& labels) {
@@ -172,7 +159,6 @@ void bind_norms(py::module_& m) {
         "eps"_a);
   m.def("batchnorm_2d_backward", &bind_batchnorm_backward, "dy"_a, "x"_a, "scale"_a, "mean"_a, "inverse_std"_a,
         "bias"_a = py::none(), kw, "out"_a, "memory_format"_a = 1);
-  m.def("softmax", &bind_softmax, "x"_a, kw, "out"_a, "axis"_a);
   m.def("softmax_cross_entropy", &bind_softmax_cross_entropy, "x"_a, "labels"_a, kw, "out"_a);
   m.def("softmax_cross_entropy_backward", &bind_softmax_cross_entropy_backward, "dy"_a, "probabilities"_a,
         "labels"_a, kw, "out"_a);

@@ -21,9 +21,8 @@ struct Formula {
   std::size_t num_inputs;
   const char* numbers;  // names of its attributes, separated by ", "
   std::size_t cost;     // of an element, in elements moved
-  // to[i] = value(from[0][i * steps[0]], ...) for count elements; steps are 0 or 1, that of a first of three or an only
-  // one is 1. to may be from[0].
-  void (*loop)(const float* const* from, const std::size_t* steps, const float* numbers, float* to, std::size_t count);
+  // to[i] = value(from[0][i], ...) for count elements; to may be from[0].
+  void (*loop)(const float* const* from, const float* numbers, float* to, std::size_t count);
 };
 const std::vector<Formula>& formulas();
 
@@ -33,10 +32,7 @@ struct Broadcast {
   std::vector<std::size_t> sizes;
   std::vector<std::array<std::size_t, kMostInputs>> strides;
 };
-void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
-           const float* numbers, float* out);
-
-// The same on arrays of either type: computed in float, rounded once.
+// Computed in float, rounded once.
 void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
            const float* numbers, const Operand& out);
 

@@ -25,56 +25,41 @@ ALWAYS_INLINE F with_numbers(const float* numbers) {
   return formula;
 }
 
-#define VECTORS _Pragma("GCC ivdep") for (std::size_t i = 0; i < count; ++i)
+// to[i] = f(...) for the inputs of all elements; to may be the first of them.
+#define LOOP(name, call)                                                                                            \
+  CLONES void name##_loop(const float* const* from, const float* numbers, float* to, std::size_t count) {          \
+    const auto f = with_numbers<name##_formula>(numbers);                                                           \
+    const float *first = from[0], *second = from[1], *third = from[2];                                              \
+    (void)second, (void)third;                                                                                      \
+    _Pragma("GCC ivdep") for (std::size_t i = 0; i < count; ++i) to[i] = call;                                      \
+  }
 
 #define UNARY(name, type, x, value, ...)                                                                      \
   struct name##_formula {                                                                                     \
     float unused_, ##__VA_ARGS__;                                                                             \
     ALWAYS_INLINE float operator()(float x) const { return value; }                                           \
   };                                                                                                          \
-  CLONES void name##_loop(const float* const* from, const std::size_t*, const float* numbers, float* to,      \
-                          std::size_t count) {                                                                \
-    const auto f = with_numbers<name##_formula>(numbers);                                                     \
-    const float* first = from[0];                                                                             \
-    VECTORS to[i] = f(first[i]);                                                                              \
-  }
+  LOOP(name, f(first[i]))
 
 #define BINARY(name, type, a, b, value, ...)                                                                  \
   struct name##_formula {                                                                                     \
     float unused_, ##__VA_ARGS__;                                                                             \
     ALWAYS_INLINE float operator()(float a, float b) const { return value; }                                  \
   };                                                                                                          \
-  CLONES void name##_loop(const float* const* from, const std::size_t* steps, const float* numbers, float* to, \
-                          std::size_t count) {                                                                \
-    const auto f = with_numbers<name##_formula>(numbers);                                                     \
-    const float *first = from[0], *second = from[1];                                                          \
-    const float one = *first, other = *second;                                                                \
-    if (steps[0] && steps[1]) VECTORS to[i] = f(first[i], second[i]);                                         \
-    else if (steps[0]) VECTORS to[i] = f(first[i], other);                                                    \
-    else if (steps[1]) VECTORS to[i] = f(one, second[i]);                                                     \
-    else VECTORS to[i] = f(one, other);                                                                       \
-  }
+  LOOP(name, f(first[i], second[i]))
 
 #define TERNARY(name, type, c, a, b, value, ...)                                                              \
   struct name##_formula {                                                                                     \
     float unused_, ##__VA_ARGS__;                                                                             \
     ALWAYS_INLINE float operator()(float c, float a, float b) const { return value; }                         \
   };                                                                                                          \
-  CLONES void name##_loop(const float* const* from, const std::size_t* steps, const float* numbers, float* to, \
-                          std::size_t count) {                                                                \
-    const auto f = with_numbers<name##_formula>(numbers);                                                     \
-    const float *first = from[0], *second = from[1], *third = from[2];                                        \
-    const float one = *second, other = *third;                                                                \
-    if (steps[1] && steps[2]) VECTORS to[i] = f(first[i], second[i], third[i]);                               \
-    else if (steps[1]) VECTORS to[i] = f(first[i], second[i], other);                                         \
-    else if (steps[2]) VECTORS to[i] = f(first[i], one, third[i]);                                            \
-    else VECTORS to[i] = f(first[i], one, other);                                                             \
-  }
+  LOOP(name, f(first[i], second[i], third[i]))
 
 #include "formulas.h"
 #undef UNARY
 #undef BINARY
 #undef TERNARY
+#undef LOOP
 
 }  // namespace singa_lite::vector_math::formula_loops
 
@@ -83,10 +68,10 @@ namespace singa_lite {
 const std::vector<Formula>& formulas() {
   constexpr std::size_t A = 1, Real = 6;  // the cost by type: those with functions like exp are several times dearer
   // a lambda, because GCC 12 emits a cloned function twice whose address is in a constant
-#define ENTRY(name, num_inputs, type, ...)                                                             \
-  {#name, num_inputs, #__VA_ARGS__, type,                                                              \
-   [](const float* const* from, const std::size_t* steps, const float* numbers, float* to, std::size_t count) { \
-     vector_math::formula_loops::name##_loop(from, steps, numbers, to, count);                         \
+#define ENTRY(name, num_inputs, type, ...)                                          \
+  {#name, num_inputs, #__VA_ARGS__, type,                                           \
+   [](const float* const* from, const float* numbers, float* to, std::size_t count) { \
+     vector_math::formula_loops::name##_loop(from, numbers, to, count);             \
    }},
 #define UNARY(name, type, x, value, ...) ENTRY(name, 1, type, __VA_ARGS__)
 #define BINARY(name, type, a, b, value, ...) ENTRY(name, 2, type, __VA_ARGS__)
@@ -124,28 +109,27 @@ constexpr std::size_t kPiece = 512;  // elements that are widened at a time: tho
 
 }  // namespace
 
-void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
-           const float* numbers, float* out) {
-  const std::size_t* steps = axes.strides.back().data();
-  for_runs(formula, axes, [&](const auto& offsets, std::size_t i, std::size_t count) {
-    std::array<const float*, kMostInputs> from = inputs;
-    for (std::size_t k = 0; k < formula.num_inputs; ++k) from[k] += offsets[k];
-    formula.loop(from.data(), steps, numbers, out + i, count);
-  });
-}
-
 void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
            const float* numbers, const Operand& out) {
   const auto& steps = axes.strides.back();
+  bool is_in_place = !out.is_bfloat16;  // no input is copied into scratch
+  for (std::size_t k = 0; k < formula.num_inputs; ++k) is_in_place &= steps[k] && !inputs[k].is_bfloat16;
   for_runs(formula, axes, [&](const auto& offsets, std::size_t i, std::size_t count) {
+    const std::size_t piece = is_in_place ? count : std::min(kPiece, count);
     float scratch[kMostInputs + 1][kPiece];
-    for (std::size_t start = 0; start < count; start += kPiece) {
-      const std::size_t size = std::min(kPiece, count - start);
-      std::array<const float*, kMostInputs> from{};
+    std::array<const float*, kMostInputs> from{};
+    for (std::size_t k = 0; k < formula.num_inputs; ++k) {
+      if (steps[k]) continue;
+      const float repeated = *inputs[k].read(offsets[k], 1, scratch[k]);
+      std::fill_n(scratch[k], piece, repeated);
+      from[k] = scratch[k];
+    }
+    for (std::size_t start = 0; start < count; start += piece) {
+      const std::size_t size = std::min(piece, count - start);
       for (std::size_t k = 0; k < formula.num_inputs; ++k)
-        from[k] = inputs[k].read(offsets[k] + start * steps[k], steps[k] ? size : 1, scratch[k]);
+        if (steps[k]) from[k] = inputs[k].read(offsets[k] + start, size, scratch[k]);
       float* const to = out.target(i + start, scratch[kMostInputs]);
-      formula.loop(from.data(), steps.data(), numbers, to, size);
+      formula.loop(from.data(), numbers, to, size);
       out.write(i + start, size, to);
     }
   });
@@ -188,37 +172,14 @@ std::optional<Broadcast> broadcast(const Call& call) {
   return axes;
 }
 
-// Whether these are arrays of float or bfloat16, some of the latter.
-bool is_mixed(const Formula& formula, const Call& call) {
-  if (call.inputs.size() != formula.num_inputs || call.outputs.size() != 1 || !call.outputs[0].is_writeable) return false;
-  bool has_bfloat16 = call.outputs[0].is_bfloat16s();
-  for (const View& input : call.inputs) {
-    if (!input.is_operand()) return false;
-    has_bfloat16 |= input.is_bfloat16s();
-  }
-  return has_bfloat16 && call.outputs[0].is_operand();
-}
-
 Step prepare(const Formula& formula, const Call& call) {
-  const bool are_mixed = is_mixed(formula, call);
-  if (!are_mixed && !call.are_floats(formula.num_inputs, 1)) return {};
+  if (!call.are_operands(formula.num_inputs, 1)) return {};
   const auto axes = broadcast(call);
-  const bool first_is_whole = formula.num_inputs == 2 || call.inputs[0].size() == call.outputs[0].size();
-  if (!axes || !first_is_whole) return {};
   const auto numbers = call.read_numbers<4>(formula.numbers);
-  if (!numbers) return {};
-  if (are_mixed) {
-    std::array<Operand, kMostInputs> inputs{};
-    for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = call.inputs[k].operand();
-    return [&formula, axes = *axes, inputs, numbers = *numbers, out = call.outputs[0].operand()] {
-      apply(formula, axes, inputs, numbers.data(), out);
-      return true;
-    };
-  }
-  std::array<const float*, kMostInputs> inputs{};
-  for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = call.inputs[k].floats();
-  float* out = call.outputs[0].floats();
-  return [&formula, axes = *axes, inputs, numbers = *numbers, out] {
+  if (!axes || !numbers) return {};
+  std::array<Operand, kMostInputs> inputs{};
+  for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = call.inputs[k].operand();
+  return [&formula, axes = *axes, inputs, numbers = *numbers, out = call.outputs[0].operand()] {
     apply(formula, axes, inputs, numbers.data(), out);
     return true;
   };

@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softmax over rows, and its cross entropy with class ids.
+// The cross entropy of softmax over rows with class ids.
 #pragma once
 
 #include <cstddef>
 
 namespace singa_lite {
-
-// T: float or Bfloat16.
-template <class T>
-void softmax(const T* x, T* y, std::size_t rows, std::size_t columns);
 
 // Mean over the rows of -log softmax(x)[label], and the softmax itself. Labels must be in 0 .. columns - 1.
 template <class Id>

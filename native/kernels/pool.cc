@@ -1,15 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/pool.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/clones.h"
 #include "kernels/threads.h"
 #include "kernels/widen.h"
 
 namespace singa_lite {
+namespace pool_loops {
+
+template <class Stride>
+ALWAYS_INLINE void keep_larger_every(const float* x, Stride stride, std::int32_t number, float* best,
+                                     std::int32_t* winners, std::int64_t count) {
+#pragma GCC ivdep
+  for (std::int64_t j = 0; j < count; ++j) {
+    const float value = x[j * stride];
+    const bool is_larger = value > best[j];  // strictly: the first of equals wins
+    winners[j] = is_larger ? number : winners[j];
+    best[j] = is_larger | (value != value) ? value : best[j];  // NaN is passed on
+  }
+}
+
+// Of `count` windows side by side: best = the larger of it and a cell, and the number of the cell where that has won.
+CLONES void keep_larger(const float* x, std::int64_t stride, std::int32_t number, float* best, std::int32_t* winners,
+                        std::int64_t count) {
+  if (stride == 1) return keep_larger_every(x, std::integral_constant<int, 1>(), number, best, winners, count);
+  if (stride == 2) return keep_larger_every(x, std::integral_constant<int, 2>(), number, best, winners, count);
+  keep_larger_every(x, stride, number, best, winners, count);
+}
+
+}  // namespace pool_loops
+
 namespace {
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // 2x2 windows side by side, the common case, four at a time: rows are too short for the vectors a compiler would choose.
 typedef float Float4 __attribute__((vector_size(16)));
@@ -84,24 +112,30 @@ bool is_2x2(const Pool& p) {
          p.padding[1] == 0;
 }
 
+constexpr std::int64_t kMostColumns = 256;  // windows side by side whose winners are held at a time
+
 template <class Index>
 void max_plane(const Pool& p, const float* x, float* y, Index* indices) {
   for (std::int64_t i = 0; i < p.out_height; ++i) {
     const Span rows = span(p, 0, i, p.height);
-    for (std::int64_t j = 0; j < p.out_width; ++j) {
-      const Span columns = span(p, 1, j, p.width);
-      float best = -INFINITY;
-      std::int64_t winner = 0;
-      for (std::int64_t r = rows.begin; r < rows.end; ++r) {
-        const std::int64_t number = (r - rows.begin + rows.before) * p.kernel[1] + columns.before - columns.begin;
-        for (std::int64_t c = columns.begin; c < columns.end; ++c) {
-          const float value = x[r * p.width + c];
-          if (value > best) winner = number + c;  // strictly: the first of equals wins
-          if (value > best || value != value) best = value;
+    for (std::int64_t first = 0; first < p.out_width; first += kMostColumns) {
+      const std::int64_t count = std::min(kMostColumns, p.out_width - first);
+      float best[kMostColumns];
+      std::int32_t winners[kMostColumns] = {};
+      std::fill_n(best, count, -INFINITY);
+      for (std::int64_t r = rows.begin; r < rows.end; ++r)
+        for (std::int64_t c = 0; c < p.kernel[1]; ++c) {
+          // the windows whose cell in column c is inside the image
+          const std::int64_t before = p.padding[1] - c - first * p.stride[1];
+          const std::int64_t begin = std::min(divide_up(std::max<std::int64_t>(before, 0), p.stride[1]), count);
+          const std::int64_t end = std::clamp(divide_up(std::max<std::int64_t>(p.width + before, 0), p.stride[1]), begin, count);
+          const auto number = std::int32_t((r - rows.begin + rows.before) * p.kernel[1] + c);
+          pool_loops::keep_larger(x + r * p.width - before + begin * p.stride[1], p.stride[1], number, best + begin,
+                                  winners + begin, end - begin);
         }
-      }
-      *y++ = best;
-      *indices++ = Index(winner);
+      std::copy_n(best, count, y);
+      std::copy_n(winners, count, indices);
+      y += count, indices += count;
     }
   }
 }

@@ -25,19 +25,21 @@ const Formula& formula(const std::string& name) {
   FAIL("no formula %s", name.c_str());
 }
 
+Operand of(const Floats& array) { return {const_cast<float*>(array.data())}; }
+
 void test_values(std::size_t n, std::size_t offset) {
   const Floats x = special_floats(n, 1, offset), dy = random_floats(n, 2, offset);
   Floats y(n, offset, kNanF), dx(n, offset, kNanF);
-  apply(formula("relu"), {{n}, {{1}}}, {x.data()}, nullptr, y.data());
-  apply(formula("relu_backward"), {{n}, {{1, 1}}}, {dy.data(), y.data()}, nullptr, dx.data());
+  apply(formula("relu"), {{n}, {{1}}}, {of(x)}, nullptr, of(y));
+  apply(formula("relu_backward"), {{n}, {{1, 1}}}, {of(dy), of(y)}, nullptr, of(dx));
   for (std::size_t i = 0; i < n; ++i) {
     CHECK_NEAR(y[i], x[i] < 0 ? 0.0f : x[i], 0);
     CHECK_NEAR(dx[i], y[i] > 0 ? dy[i] : 0.0f, 0);
   }
-  apply(formula("sub"), {{n}, {{1, 0}}}, {x.data(), dy.data()}, nullptr, y.data());  // with one number
+  apply(formula("sub"), {{n}, {{1, 0}}}, {of(x), of(dy)}, nullptr, of(y));  // with one number
   for (std::size_t i = 0; i < n; ++i) CHECK_NEAR(y[i], x[i] - dy[0], 0);
   Floats over = special_floats(n, 1, offset);
-  apply(formula("div"), {{n}, {{1, 1}}}, {over.data(), dy.data()}, nullptr, over.data());  // over its first input
+  apply(formula("div"), {{n}, {{1, 1}}}, {of(over), of(dy)}, nullptr, of(over));  // over its first input
   for (std::size_t i = 0; i < n; ++i) CHECK_NEAR(over[i], x[i] / dy[i], 0);
 }
 
@@ -47,7 +49,7 @@ void test_broadcast(const Formula& f, std::size_t rows, std::size_t columns, std
   for (std::size_t ways = 0; ways < (std::size_t(1) << 2 * f.num_inputs); ++ways) {
     Broadcast axes{{rows, columns}, {{}, {}}};
     std::vector<Floats> made;
-    std::array<const float*, kMostInputs> inputs{};
+    std::array<Operand, kMostInputs> inputs{};
     for (std::size_t k = 0; k < f.num_inputs; ++k) {
       const bool is_whole = f.num_inputs != 2 && k == 0, along = is_whole || (ways >> 2 * k & 1);
       const bool across = is_whole || (ways >> 2 * k & 2);
@@ -55,16 +57,15 @@ void test_broadcast(const Formula& f, std::size_t rows, std::size_t columns, std
       axes.strides[0][k] = across ? (along ? columns : 1) : 0;
       made.push_back(random_floats((across ? rows : 1) * (along ? columns : 1), 10 + k, offset));
     }
-    for (std::size_t k = 0; k < f.num_inputs; ++k) inputs[k] = made[k].data();
+    for (std::size_t k = 0; k < f.num_inputs; ++k) inputs[k] = of(made[k]);
     Floats out(rows * columns, offset, kInfF);
-    apply(f, axes, inputs, numbers, out.data());
+    apply(f, axes, inputs, numbers, of(out));
     for (std::size_t i = 0; i < rows * columns; ++i) {
-      const std::size_t steps[] = {1, 1, 1};
       const float* from[kMostInputs] = {};
       for (std::size_t k = 0; k < f.num_inputs; ++k)
-        from[k] = inputs[k] + i / columns * axes.strides[0][k] + i % columns * axes.strides[1][k];
+        from[k] = made[k].data() + i / columns * axes.strides[0][k] + i % columns * axes.strides[1][k];
       float expected;
-      f.loop(from, steps, numbers, &expected, 1);
+      f.loop(from, numbers, &expected, 1);
       CHECK_NEAR(out[i], expected, 1e-6);
     }
   }

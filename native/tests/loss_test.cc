@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "kernels/softmax.h"
 
 using namespace singa_lite;
 
@@ -28,7 +29,8 @@ void test_rows(std::size_t rows, std::size_t columns, float spread, std::size_t 
   Random random(42);
   for (std::size_t r = 0; r < rows; ++r) labels[r] = Id(r == 0 ? columns - 1 : random.below(columns));
   Floats y(x.size(), offset, kNanF), probabilities(x.size(), offset, kNanF), dx(x.size(), offset, kNanF);
-  softmax(x.data(), y.data(), rows, columns);
+  float largest;
+  for (std::size_t at = 0; at < y.size(); at += columns) softmax_row(x.data() + at, y.data() + at, columns, &largest);
   const float loss = softmax_cross_entropy(x.data(), labels.data(), probabilities.data(), rows, columns);
   softmax_cross_entropy_backward(0.75f, probabilities.data(), labels.data(), dx.data(), rows, columns);
   double expected_loss = 0;
@@ -48,24 +50,25 @@ void test_rows(std::size_t rows, std::size_t columns, float spread, std::size_t 
 
 // One row of each: the result of an infinity or a NaN is what the formula gives, and no conversion goes astray.
 void test_specials(std::size_t columns) {
+  float largest;
   for (std::size_t index : {std::size_t(0), columns / 2, columns - 1}) {
     for (float special : {kNanF, kInfF}) {
       Floats x = random_floats(columns, 43, 1), y(columns, 1, 0.0f);
       x[index] = special;
-      softmax(x.data(), y.data(), 1, columns);
+      softmax_row(x.data(), y.data(), columns, &largest);
       CHECK(std::isnan(y[index]));
     }
     Floats x = random_floats(columns, 43, 1), y(columns, 1, kNanF);
     x[index] = columns == 1 ? x[index] : -kInfF;
-    softmax(x.data(), y.data(), 1, columns);
+    softmax_row(x.data(), y.data(), columns, &largest);
     CHECK_NEAR(y[index], columns == 1 ? 1 : 0, 0);
   }
   Floats lowest(columns, 0, -std::numeric_limits<float>::max()), y(columns, 0, kNanF);
   lowest[columns - 1] = std::numeric_limits<float>::max();  // their difference is infinite
-  softmax(lowest.data(), y.data(), 1, columns);
+  softmax_row(lowest.data(), y.data(), columns, &largest);
   CHECK_NEAR(y[columns - 1], 1, 0);
   Floats nothing(columns, 0, -kInfF);
-  softmax(nothing.data(), y.data(), 1, columns);
+  softmax_row(nothing.data(), y.data(), columns, &largest);
   CHECK(std::isnan(y[0]));
 }
 

@@ -112,5 +112,7 @@ int main() {
     test_pool(make_pool(1, 3, 3, 5, 4, 4, 2, 4, 3));
     test_pool(make_pool(1, 20, 20, 16, 16, 3, 5, 15, 15));
     test_pool(make_pool(3, 10, 10, 2, 2, 5, 7, 0, 0));  // gaps between the windows
+    test_pool(make_pool(2, 3, 600, 3, 3, 1, 1, 1, 1));
+    test_pool(make_pool(2, 3, 1031, 2, 5, 1, 2, 1, 2));
   });
 }

@@ -88,15 +88,25 @@ void test_transpose(std::int64_t rows, std::int64_t columns) {
   }
 }
 
-void test_softmax_backward(std::size_t rows, std::size_t columns) {
-  Floats y = random_floats(rows * columns, 1), dy = random_floats(rows * columns, 2), dx(y.size(), 0, kNanF);
-  const Shape shape{std::int64_t(rows), std::int64_t(columns)};
-  run("softmax_backward",
-      {{view_of(dy, shape, 'f'), view_of(y, shape, 'f')}, {view_of(dx, shape, 'f')}, {{"axis", {-1}}}});
-  for (std::size_t i = 0; i < y.size(); ++i) {
-    double total = 0;
-    for (std::size_t k = i / columns * columns; k < (i / columns + 1) * columns; ++k) total += double(dy[k]) * y[k];
-    CHECK_NEAR(dx[i], y[i] * (dy[i] - total), 1e-5 * double(columns));
+// Along the middle one of three axes.
+void test_softmax(std::int64_t before, std::int64_t count, std::int64_t after) {
+  const auto size = std::size_t(before * count * after), step = std::size_t(after);
+  Floats x = random_floats(size, 1), dy = random_floats(size, 2), y(size, 0, kNanF), dx(size, 0, kNanF);
+  for (std::size_t i = 0; i < size; ++i) x[i] *= 30;
+  const Shape shape{before, count, after};
+  const View of_y = view_of(y, shape, 'f');
+  run("softmax", {{view_of(x, shape, 'f')}, {of_y}, {{"axis", {1}}}});
+  run("softmax_backward", {{view_of(dy, shape, 'f'), of_y}, {view_of(dx, shape, 'f')}, {{"axis", {-2}}}});
+  for (std::size_t i = 0; i < size; ++i) {
+    const std::size_t first = i / (std::size_t(count) * step) * std::size_t(count) * step + i % step;
+    double most = x[first], total = 0, product = 0;
+    for (std::size_t k = 0; k < std::size_t(count); ++k) most = std::max(most, double(x[first + k * step]));
+    for (std::size_t k = 0; k < std::size_t(count); ++k) {
+      total += std::exp(x[first + k * step] - most);
+      product += double(dy[first + k * step]) * y[first + k * step];
+    }
+    CHECK_NEAR(y[i], std::exp(x[i] - most) / total, 1e-6);
+    CHECK_NEAR(dx[i], y[i] * (dy[i] - product), 1e-6);
   }
 }
 
@@ -146,7 +156,8 @@ int main() {
       test_gather(9, 0, after);
       test_layer_norm(3, after);
       test_layer_norm(150, after);
-      test_softmax_backward(40, after);
+      test_softmax(40, std::int64_t(after), 1);
+      test_softmax(3, 7, std::int64_t(after));
       for (const bool is_causal : {false, true}) test_attention(3, std::int64_t(after), 5, is_causal);
     }
     for (const std::int64_t size : {1, 15, 16, 17, 130}) {

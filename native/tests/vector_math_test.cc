@@ -33,9 +33,32 @@ void test(const char* name, const Function& function, const Exact& exact, float 
   check(kNanF);
 }
 
+// a^b of any signs and sizes, and of quarters to whole powers, which are exact where a float holds them.
+void test_pow() {
+  Random random(7);
+  const auto check = [](float a, float b, double most) {
+    const float got = vector_math::pow(a, b);
+    const long double exact = std::pow((long double)(a), (long double)(b));
+    if (last_places(got, exact) > most || (got == got && std::signbit(got) != std::signbit(exact)))
+      FAIL("pow(%.9g, %.9g) is %.9g, expected %.9Lg", a, b, got, exact);
+  };
+  for (int i = 0; i < 400000; ++i) {
+    check(std::ldexp(1.0f + 0.5f * random.uniform(), int(random.below(250)) - 149), 40 * random.uniform(), 0.501);
+    check(1 + 1e-3f * random.uniform(), 1e5f * random.uniform(), 0.501);
+    const float a = 0.25f * (float(random.below(201)) - 100), b = float(random.below(21)) - 10;
+    const long double exact = std::pow((long double)(a), (long double)(b));
+    check(a, b, exact == float(exact) ? 0 : 0.501);
+  }
+  const float extremes[] = {0.0f,  -0.0f, 1,     -1,     2,     -2,       0.5f,     -0.5f,    3,         -3,
+                            1e-42f, -1e-42f, 3e38f, -3e38f, kInfF, -kInfF, kNanF, 8388609, 8388607.5f, 16777216};
+  for (const float a : extremes)
+    for (const float b : extremes) check(a, b, 0.501);
+}
+
 }  // namespace
 
 int main() {
+  test_pow();
   const long double root = std::sqrt(0.5L);
   const auto derivative = [](long double x) { return 1 / ((1 + std::exp(x)) * (1 + std::exp(-x))); };
   test("exp", vector_math::exp, [](long double x) { return std::exp(x); }, -103, 89, 1.1);

@@ -27,11 +27,12 @@ UNARY(leakyrelu, A, x, where(x > 0, x, alpha * x), alpha)  // x, or alpha x belo
 UNARY(elu, Real, x, where(x > 0, x, alpha * expm1(x)), alpha)  // x, or alpha (e^x - 1) below 0
 UNARY(gelu, Real, x, x * normal_cdf(x))  // x times the probability that a normal variable is less
 
+BINARY(square_backward, A, dy, x, dy * (x + x))  // dx of square
 BINARY(relu_backward, A, dy, y, where(y > 0, dy, A(0)))  // dx of relu
 BINARY(sigmoid_backward, Real, dy, x, dy * logistic_grad(x))  // dx of sigmoid
 BINARY(tanh_backward, A, dy, y, dy * (1 - y * y))  // dx of tanh
 BINARY(leakyrelu_backward, A, dy, x, where(x > 0, dy, alpha * dy), alpha)  // dx of leakyrelu
-BINARY(elu_backward, Real, dy, x, where(x > 0, dy, dy * alpha * exp(x)), alpha)  // dx of elu
+BINARY(elu_backward, Real, dy, x, dy * where(x > 0, Real(1), alpha * exp(x)), alpha)  // dx of elu
 BINARY(gelu_backward, Real, dy, x, dy * (normal_cdf(x) + x * normal_pdf(x)))  // dx of gelu
 
 // gelu with tanh(u) for the error function is x logistic(2 u), and 2 u = x (1.5957.. + 0.07135.. x^2)

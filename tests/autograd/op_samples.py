@@ -223,6 +223,8 @@ SAMPLES = [
     Sample("mul", (normal(2, 3), normal()), np.multiply),
     Sample("div", (normal(3), positive(2, 1)), np.divide),
     Sample("pow", (positive(3), normal(2, 1)), np.power),
+    Sample("pow", (normal(2, 3),), np.square, {"b": 2}),
+    Sample("pow", (normal(2, 3),), lambda x: x * x * x, {"b": 3}),
     Sample("sum", (normal(2, 3), normal(2, 3), normal(2, 3)), lambda *xs: xs[0] + xs[1] + xs[2]),
     Sample("mean", (normal(2, 3), normal(2, 3), normal(2, 3)), lambda *xs: (xs[0] + xs[1] + xs[2]) / 3),
     Sample("max", (apart(3, 4), apart(3, 4) + 0.01), np.maximum),

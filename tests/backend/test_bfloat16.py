@@ -536,14 +536,14 @@ def test_layer_norm_and_its_gradient(seed, rows, columns):
 
 
 @quick
-@given(seeds, st.integers(1, 300), st.integers(1, 300))
-def test_softmax_and_its_gradient(seed, rows, columns):
+@given(seeds, st.integers(1, 300), st.integers(1, 300), st.sampled_from([0, 1, -1]))
+def test_softmax_and_its_gradient(seed, rows, columns, axis):
     x, dy, y = numbers(seed, rows, columns), numbers(seed + 1, rows, columns), like(rows, columns)
-    (wanted,) = reference("softmax", x, out=(y,), axis=1)
-    check("softmax", x, out=(y,), limits=(wanted,), axis=-1)
-    inner = np.abs(wide(dy) * wide(y)).sum(1, keepdims=True)
+    (wanted,) = reference("softmax", x, out=(y,), axis=axis)
+    check("softmax", x, out=(y,), limits=(wanted,), axis=axis)
+    inner = np.abs(wide(dy) * wide(y)).sum(axis, keepdims=True)
     limit = wide(y) * (np.abs(wide(dy)) + inner)
-    check("softmax_backward", dy, y, out=(like(rows, columns),), limits=(limit,), axis=-1)
+    check("softmax_backward", dy, y, out=(like(rows, columns),), limits=(limit,), axis=axis)
 
 
 # ---- recorded steps ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from ...tensor import Number, Tensor
 from ..engine import Array, Context, Operator, Recomputed
 from ._common import (
     Broadcasting,
+    Elementwise,
     broadcasting,
     check_floats,
     check_tensors,
@@ -168,11 +169,20 @@ class Pow(Broadcasting):
         return da, db
 
 
+class Square(Elementwise):
+    kernel = "square"
+
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("pow", *inputs)
+
+
 def pow(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a ** b, element by element; floats only, else as ``add``.
 
     NaN where a < 0 and b is not an integer. The gradient of b is 0 where a is 0, and NaN where a < 0.
     """
+    if isinstance(a, Tensor) and type(b) in (int, float) and b == 2:
+        return Square()(a)  # type: ignore[no-any-return]
     return combine(Pow(), a, b)
 
 
