@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import io
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,9 +254,59 @@ class LoopsOverKeywords(Net):
         return product * first_of(alpha=1.0, beta=2.0)
 
 
+class Kind(enum.Enum):
+    GLOBAL = "global"
+
+    def scale(self) -> float:
+        return SCALE
+
+
+class Name(str):
+    def scale(self) -> float:
+        return SCALE
+
+
+class Chooses(Net):
+    """Calls a method of what is as fixed as a number, and whose class it does not name."""
+
+    def __init__(self, chosen: Any) -> None:
+        super().__init__()
+        self.chosen = [chosen]
+
+    def scale(self) -> float:
+        return self.chosen[0].scale()
+
+
+class Meta(type):
+    scale = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class ReadsMetaclass(Net):
+    def scale(self) -> float:
+        return OfMeta.scale
+
+
+class HasArray(Net):
+    """Depends on the shape and the dtype of an array, of which only these change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ones = np.ones(24, np.float32)
+
+    def scale(self) -> float:
+        return float(len(self.ones) + self.ones.itemsize)
+
+
 def change_scales(net: Any, step: int) -> None:
     global SCALE
-    SCALE = Config.scale = Pair.factor = layer.Linear.gain = 1.0 + step  # type: ignore[attr-defined]
+    if isinstance(net, HasArray):
+        net.ones.shape = (24, 12, 8, 6, 4)[step], (1, 2, 3, 4, 6)[step]
+        net.ones.dtype = np.float32 if step % 2 else np.int32
+    SCALE = Meta.scale = Config.scale = Pair.factor = layer.Linear.gain = 1.0 + step  # type: ignore[attr-defined]
     HasKeywordDefault.scale.__kwdefaults__["factor"] = 1.0 + step
     net.optimizer.spars = 0.1 + 0.1 * step
     layer.Linear.scaled = lambda self, scale=1.0 + step: scale  # type: ignore[attr-defined]
@@ -275,6 +327,7 @@ def changed_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *(InList, InDict, InDataclass, ReadsClass, ReadsSchedule, ReadsSpars, ReadsClassOfPackage),
         *(HasKeywordDefault, CallsMethodOfPackage, LoopsOverKeywords),
+        *(partial(Chooses, Kind.GLOBAL), partial(Chooses, Name("a name")), ReadsMetaclass, HasArray),
     ],
 )
 def test_code_that_an_attribute_leads_to_is_followed(kind: Any) -> None:
@@ -296,6 +349,13 @@ class TakesClass(Net):
         return loss
 
 
+class TakesKind(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor, kind: Any) -> Tensor:  # type: ignore[override]
+        loss = autograd.mse_loss(self.forward(x), y) * kind.scale()
+        self.optimizer(loss)
+        return loss
+
+
 class TakesBatch(Net):
     def train_one_batch(self, x: Tensor, y: Tensor, both: Any) -> Tensor:  # type: ignore[override]
         loss = both.loss(self.forward(both.x))
@@ -310,8 +370,9 @@ class TakesBatch(Net):
         (TakesClass, lambda: (Config,)),
         (TakesBatch, lambda: (Batch(*batch()),)),
         (TakesBatch, lambda: (Pair(*batch()),)),
+        (TakesKind, lambda: (Kind.GLOBAL,)),
     ],
-    ids=["function", "class", "dataclass", "namedtuple"],
+    ids=["function", "class", "dataclass", "namedtuple", "enum"],
 )
 def test_code_of_arguments_is_followed(kind: Any, extra: Any) -> None:
     assert_alike(kind, change_scales, extra)

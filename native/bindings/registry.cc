@@ -45,7 +45,10 @@ bool call_kernel(const Prepare& prepare, const py::args& inputs, const py::kwarg
   for (const auto& [key, value] : keywords) {
     const std::string name = key.cast<std::string>();
     if (name == "where") continue;  // the operator in numpy's errors; a kernel leaves what is wrong to numpy
-    if (name != "out") {
+    if (value.is_none() || py::isinstance<py::str>(value)) {
+      call.attributes[name];
+      call.words[name] = value.is_none() ? "" : value.cast<std::string>();
+    } else if (name != "out") {
       if (!read_numbers(value, &call.attributes[name])) return false;
     } else if (PyTuple_Check(value.ptr())) {
       for (const py::handle& output : py::reinterpret_borrow<py::tuple>(value)) call.outputs.push_back(view_of(output));

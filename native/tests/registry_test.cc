@@ -2,7 +2,10 @@
 // Registered kernels on arrays with nothing behind them, called as a binding calls them.
 #include "kernels/registry.h"
 
+#include <algorithm>
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include "check.h"
 
@@ -146,9 +149,78 @@ void test_attention(std::int64_t heads, std::int64_t length, std::int64_t d, boo
   }
 }
 
+#ifdef SINGA_LITE_ONEDNN
+// A GRU of one layer against its formulas; all kinds of stacks touch no memory but their own.
+void test_recurrent(const char* mode, std::int64_t gates, std::int64_t kept, std::int64_t hidden, std::int64_t layers,
+                    bool is_bidirectional) {
+  const std::int64_t steps = 4, batch = 3, input = 5, directions = is_bidirectional ? 2 : 1, rows = gates * hidden;
+  const std::int64_t cells = layers * directions, width = directions * hidden;
+  const std::int64_t matrices = directions * rows * (input + hidden + (layers - 1) * (width + hidden));
+  const auto of = [](std::int64_t count, std::uint64_t seed) { return random_floats(std::size_t(count), seed); };
+  Floats x = of(steps * batch * input, 1), w = of(matrices + 2 * cells * rows, 2), h = of(cells * batch * hidden, 3);
+  Floats c = of(cells * batch * hidden, 4), dy = of(steps * batch * width, 5), y(dy.size()), last_h(h.size());
+  Floats last_c(c.size()), dx(x.size()), dw(w.size()), dh(h.size()), dc(c.size());
+  Array<unsigned char> reserve(std::size_t(4 * (cells * steps * batch * (rows + kept * hidden) +
+                                                (layers - 1) * steps * batch * width)));
+  const Shape of_state{cells, batch, hidden}, of_x{steps, batch, input}, of_y{steps, batch, width};
+  const View state = view_of(h, of_state, 'f'), cell = view_of(c, of_state, 'f');
+  const View in = view_of(x, of_x, 'f'), weights = view_of(w, {std::int64_t(w.size())}, 'f');
+  const View space = view_of(reserve, {std::int64_t(reserve.size())}, 'B');
+  Call call{{in, weights, state}, {view_of(y, of_y, 'f'), view_of(last_h, of_state, 'f')}, {}, {}};
+  call.attributes = {{"mode", {}}, {"lengths", {}}, {"hidden_size", {double(hidden)}}, {"num_layers", {double(layers)}},
+                     {"bidirectional", {double(is_bidirectional)}}, {"bias", {1}}};
+  call.words = {{"mode", mode}, {"lengths", ""}};
+  Call back{{view_of(dy, of_y, 'f'), state}, {view_of(dw, {std::int64_t(w.size())}, 'f'), view_of(dh, of_state, 'f')},
+            call.attributes, call.words};
+  const bool is_lstm = gates == 4;
+  if (is_lstm) call.inputs.push_back(cell), call.outputs.push_back(view_of(last_c, of_state, 'f')), back.inputs.push_back(cell);
+  if (is_lstm) back.outputs.push_back(view_of(dc, of_state, 'f'));
+  run("recurrent", call);  // without a reserve
+  Floats alone(y.size());
+  std::copy_n(y.data(), y.size(), alone.data());
+  call.outputs.push_back(space);
+  run("recurrent", call);
+  for (std::size_t i = 0; i < y.size(); ++i) CHECK_NEAR(y[i], alone[i], 0);
+  back.inputs.insert(back.inputs.end(), {in, weights, state});
+  if (is_lstm) back.inputs.push_back(cell);
+  back.inputs.push_back(view_of(y, of_y, 'f'));
+  back.outputs.insert(back.outputs.end(), {space, view_of(dx, of_x, 'f')});
+  run("recurrent_backward", back);
+  for (std::size_t i = 0; i < dw.size(); ++i) CHECK(std::isfinite(dw[i]));
+  if (std::string(mode) != "gru" || cells != 1) return;
+  const auto sum_of = [&](std::size_t row, const float* at, std::size_t count, std::size_t start) {
+    double sum = 0;
+    for (std::size_t i = 0; i < count; ++i) sum += double(w[start + row * count + i]) * at[i];
+    return sum;
+  };
+  const auto n = std::size_t(hidden), all = std::size_t(rows), in_size = std::size_t(input), biases = std::size_t(matrices);
+  for (std::size_t b = 0; b < std::size_t(batch); ++b)
+    for (std::size_t j = 0; j < n; ++j) {  // the first step
+      const float *const xs = &x[b * in_size], *const hs = &h[b * n];
+      const auto gate = [&](std::size_t row) {
+        const double sum = sum_of(row, xs, in_size, 0) + w[biases + row];
+        return 1 / (1 + std::exp(-sum - sum_of(row, hs, n, all * in_size) - w[biases + all + row]));
+      };
+      const double of_h = sum_of(2 * n + j, hs, n, all * in_size) + w[biases + all + 2 * n + j];
+      const double candidate = std::tanh(sum_of(2 * n + j, xs, in_size, 0) + w[biases + 2 * n + j] + gate(j) * of_h);
+      CHECK_NEAR(y[b * n + j], (1 - gate(n + j)) * candidate + gate(n + j) * hs[j], 1e-5);
+    }
+}
+#endif
+
 }  // namespace
 
 int main() {
+#ifdef SINGA_LITE_ONEDNN
+  for (const std::int64_t hidden : {1, 7, 40})
+    for (const std::int64_t layers : {1, 3})
+      for (const bool is_bidirectional : {false, true}) {
+        test_recurrent("tanh", 1, 0, hidden, layers, is_bidirectional);
+        test_recurrent("relu", 1, 0, hidden, layers, is_bidirectional);
+        test_recurrent("lstm", 4, 2, hidden, layers, is_bidirectional);
+        test_recurrent("gru", 3, 1, hidden, layers, is_bidirectional);
+      }
+#endif
   for_threads([] {
     for (const std::size_t after : {1, 3, 16, 700}) {
       test_gather(5, 40, after);

@@ -237,7 +237,11 @@ class Variables:
 
     def _follow(self, value: Any) -> None:
         """Find what functions read that ``value`` is, holds, or has as methods."""
-        if (isinstance(value, PLAIN) and not isinstance(value, type)) or id(value) in self._seen:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, PLAIN) and not isinstance(value, type):
+            if is_users(type(value)):  # an enumeration, a subclass of str
+                self._follow(type(value))
             return
         if isinstance(value, GenericAlias):  # list[float], which Python 3.10 takes for a class
             return
@@ -256,6 +260,8 @@ class Variables:
         elif isinstance(value, type):
             for kind in filter(is_users, value.__mro__):
                 self._follow_class(kind)
+            if is_users(type(value)):  # a metaclass
+                self._follow(type(value))
         elif isinstance(value, (attrgetter, methodcaller)):
             given: Any = tuple(value.__reduce__())[1]
             self._names.update(name for text in given if isinstance(text, str) for name in text.split("."))
@@ -401,7 +407,7 @@ class Variables:
         if isinstance(value, (memoryview, CData)):
             return Same(value), bytes_of(value)
         if isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
-            return Same(value), value.tobytes()
+            return Same(value), value.shape, value.dtype.str, value.tobytes()
         if isinstance(value, (bytearray, array)) and len(value) <= MAX_BYTES:
             return Same(value), bytes(value)
         if isinstance(value, BOUND):

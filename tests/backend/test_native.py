@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 from singa_lite import _native
 from singa_lite.backend.cpu import CpuBackend, NumpyBackend
 from singa_lite.backend.formulas import FORMULAS, UPDATES
+from singa_lite.backend.recurrent import GATES, RnnConfig
 from singa_lite.errors import OptionError
 from tests.limits import LIMIT_S
 
@@ -26,6 +27,7 @@ CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split()) if sys.platform == "l
 if KERNELS is None:
     pytest.skip(f"nothing was compiled: {REASON}", allow_module_level=True)
 HAS_ONEDNN = bool(KERNELS.onednn)
+NEEDS_ONEDNN = pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN")
 REFERENCE = NumpyBackend()
 BACKEND = CpuBackend()
 TOLERANCE = 3e-5  # of the largest element: float32 sums of some thousand terms
@@ -217,6 +219,57 @@ def test_softmax_along_any_axis_and_its_gradient(seed, rows, columns, more, axis
     y = like(*shape)
     check("softmax", floats(seed, *shape), out=(y,), axis=axis)
     check("softmax_backward", floats(seed + 1, *shape), y, out=(like(*shape),), axis=axis)
+
+
+@NEEDS_ONEDNN
+@quick
+@given(
+    seeds, st.sampled_from([*GATES]), st.tuples(*[st.integers(1, 3)] * 2), st.tuples(*[st.integers(1, 40)] * 2),
+    st.integers(1, 3), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_recurrent_layers_and_their_gradients(
+    seed, mode, steps_and_batch, sizes, num_layers, bidirectional, bias
+):
+    config = RnnConfig(mode, *sizes, num_layers, bidirectional, bias)
+    options = {"mode": mode, "hidden_size": sizes[1], "num_layers": num_layers, "lengths": None}
+    options |= {"bidirectional": bidirectional, "bias": bias}
+    x, w = floats(seed, *steps_and_batch, sizes[0]), floats(seed + 1, config.num_weights) / 4
+    states = [floats(seed + 2 + k, config.num_cells, x.shape[1], sizes[1]) for k in range(config.num_states)]
+    dy = floats(seed + 4, *steps_and_batch, config.num_directions * sizes[1])
+    dlast = [floats(seed + 5 + k, *states[0].shape) for k in range(config.num_states)]
+    results = []
+    for run, kind in ((REFERENCE.run, wide), (native, np.copy)):
+        given_x, given_w, *given_states = map(kind, (x, w, *states))
+        reserve = np.empty(REFERENCE.recurrent_reserve_bytes(x.shape, given_x.dtype, **options), np.uint8)
+        out = (kind(like(*dy.shape)), *map(kind, map(np.zeros_like, states)))
+        run("recurrent", given_x, given_w, *given_states, out=(*out, reserve), **options)
+        without = (kind(like(*dy.shape)), *map(kind, map(np.zeros_like, states)))
+        run("recurrent", given_x, given_w, *given_states, out=without, **options)
+        for kept, alone in zip(out, without, strict=True):
+            np.testing.assert_array_equal(kept, alone)
+        grads = (kind(w), *map(kind, map(np.zeros_like, states)), reserve, kind(like(*x.shape)))
+        inputs = (*map(kind, (dy, *dlast)), given_x, given_w, *given_states, out[0])
+        run("recurrent_backward", *inputs, out=grads, **options)
+        results.append([*out, *(grad for grad in grads if grad is not reserve)])
+    for wanted, got in zip(*results, strict=True):
+        assert np.abs(got - wanted).max() <= TOLERANCE * max(1, np.abs(wanted).max())
+
+
+def native(kernel, *inputs, **keywords):
+    """Run a kernel of the module, which must take the call."""
+    assert getattr(KERNELS, kernel)(*inputs, **keywords), f"{kernel} did not take the call"
+
+
+@NEEDS_ONEDNN
+def test_sequences_of_several_lengths_are_left_to_numpy():
+    options = {"mode": "gru", "hidden_size": 2, "num_layers": 1, "bidirectional": False, "bias": True}
+    x, w, h = floats(1, 3, 2, 4), floats(2, 48), floats(3, 1, 2, 2)
+    out = like(3, 2, 2), like(1, 2, 2)
+    assert KERNELS.recurrent(x, w, h, out=out, lengths=None, **options)
+    assert not KERNELS.recurrent(x, w, h, out=out, lengths=(3, 1), **options)
+    for wrong in ((x, w[1:], h), (x, w, h[:, 1:]), (x[1:], w, h), (x.astype("f8"), w, h)):
+        assert not KERNELS.recurrent(*wrong, out=out, lengths=None, **options)
+    assert not KERNELS.recurrent(x, w, h, out=out, lengths=None, **{**options, "mode": "lstm"})
 
 
 def test_softmax_of_masked_rows():
