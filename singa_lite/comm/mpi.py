@@ -45,7 +45,7 @@ from .mpi_call import (
     rows_for,
     words_in,
 )
-from .mpi_job import describe_mpi, load_mpi, within, workers_of, world_of
+from .mpi_job import describe_mpi, is_running, load_mpi, within, workers_of, world_of
 from .mpi_pauses import Pauses
 from .wire import WIRE_DTYPES, narrow, widen
 from .work import Array, FinishedWork, Times, Work
@@ -239,8 +239,11 @@ class MpiCommunicator(Communicator):
         if self.rank not in ranks:
             return None
         group = self._comm.Get_group().Incl(ranks)
-        comm = within(self.timeout_s, f"new_group {name!r}", lambda: self._comm.Create_group(group))
-        world = replace(world_of(self._mpi, comm, self.timeout_s), members=self.world.members_of(ranks))
+        try:
+            comm = within(self.timeout_s, f"new_group {name!r}", lambda: self._comm.Create_group(group))
+            world = replace(world_of(self._mpi, comm, self.timeout_s), members=self.world.members_of(ranks))
+        except self._mpi.Exception as error:
+            raise CommError(f"new_group {name!r}: MPI failed: {error}") from error
         recorder = self.flight_recorder
         return MpiCommunicator(world, self.timeout_s, comm, name, recorder.world_id if recorder else "")
 
@@ -250,7 +253,7 @@ class MpiCommunicator(Communicator):
     def abort(self, reason: str) -> None:
         if self._process != os.getpid():
             return  # the messages are the parent's
-        if not self._leave_requests and self._peers:
+        if not self._leave_requests and self._peers and is_running(self._mpi):
             message = message_of(self._num_calls, f"{LEFT} {sendable(reason)}".strip(), b"")
             self._leave_requests = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
         why = f"this rank aborted: {reason}" if reason else "make no collective after close()"
@@ -259,7 +262,7 @@ class MpiCommunicator(Communicator):
     def drain(self, seconds: float) -> None:
         """Take the peers' last messages for at most ``seconds``, so that MPI ends with none in flight."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while is_running(self._mpi) and time.monotonic() < deadline:
             here = [peer for peer in self._peers if not words_in(self._rows[peer]).startswith(LEFT)]
             if not here:
                 return
@@ -314,6 +317,11 @@ class MpiCommunicator(Communicator):
             raise CommError(
                 f"rank {self.world.name_of(self.rank)}: {call.label}: an MPI communicator made before fork() is not "
                 f"usable in the child (process {os.getpid()}); make the world after"
+            )
+        if not is_running(self._mpi):
+            raise CommError(
+                f"rank {self.world.name_of(self.rank)}: {call.label}: the script has called MPI.Finalize(), after "
+                "which nothing can be sent; leave it out, it is called at the end"
             )
         if self.error is not None:
             raise CommError(f"rank {self.world.name_of(self.rank)}: {call.label}: {self.error}")

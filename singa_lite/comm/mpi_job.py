@@ -84,7 +84,7 @@ class MpiJob:
             f"{self.timeout_s:g} s"
         )
         self._message_watchdog(self.timeout_s, f"{type(error).__name__}: {error}")
-        if _is_running(self._mpi):
+        if is_running(self._mpi):
             self._mpi.Finalize()
         with contextlib.suppress(OSError):
             os.write(self._pipe, b"left\n")
@@ -94,7 +94,7 @@ class MpiJob:
 
         MPI itself would wait for a rank that failed for ever.
         """
-        if _is_running(self._mpi):  # else the peers wait in MPI_Init and cannot print anything
+        if is_running(self._mpi):  # else the peers wait in MPI_Init and cannot print anything
             self._message_watchdog(FINAL_OUTPUT_S + ABORT_S, "")
             time.sleep(FINAL_OUTPUT_S)
         self.abort()
@@ -102,7 +102,7 @@ class MpiJob:
     def abort(self) -> None:
         """End every process of the job with exit code 1, now."""
         self._message_watchdog(ABORT_S, "")
-        if _is_running(self._mpi):
+        if is_running(self._mpi):
             self._mpi.COMM_WORLD.Abort(1)
         os._exit(1)
 
@@ -237,5 +237,6 @@ def within(timeout_s: float, where: str, call: Callable[[], Any]) -> Any:
         raise CommError(f"{where}: not every rank of the MPI world joined within {timeout_s:g} s") from None
 
 
-def _is_running(mpi: Any) -> bool:
+def is_running(mpi: Any) -> bool:
+    """Return whether MPI can be called: it was started, and nobody has called MPI.Finalize()."""
     return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()

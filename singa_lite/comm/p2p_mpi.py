@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import CommError
 from .base import TIMEOUT_S
 from .job import Job
-from .mpi_job import load_mpi, within
+from .mpi_job import is_running, load_mpi, within
 from .mpi_pauses import Pauses
 from .p2p import Arrival, Messenger, SendWork, new_arrays
 from .work import Array
@@ -180,14 +180,23 @@ class MpiMessenger(Messenger):
                 array[...] = own
         return "" if is_read else None
 
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if not is_running(self._mpi):
+            raise CommError(
+                f"{self.name}: the script has called MPI.Finalize(), after which nothing can be sent"
+            )
+
     def _leave(self, reason: str) -> None:
+        if not is_running(self._mpi):
+            return
         head = LEFT + reason.encode(errors="replace")
         self._last_requests = [self._comm.Isend([head, "B"], peer, HEAD_TAG) for peer in self.job.peers]
 
     def drain(self, seconds: float) -> None:
         """Take what the peers have sent until they have left too, so that MPI ends with nothing in flight."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while is_running(self._mpi) and time.monotonic() < deadline:
             self._move(takes_all=True)
             self._arrived = {peer: deque() for peer in self.job.peers}
             if len(self.left) == len(self.job.peers) and self._mpi.Request.Testall(self._last_requests):

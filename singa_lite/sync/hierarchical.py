@@ -72,8 +72,10 @@ class Hierarchical(BucketedSync):
     def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
         super().begin(step, read)
         if self._inner is None:
+            before = self.communicator.traffic.copy()
             with unrecorded():
                 self._join_hosts(step.options.outer)
+            self.communicator.traffic = before  # how the ranks find their hosts is no part of the step
         if read_dist_option(step.options.outer).scheme is not self._kind:
             raise OptionError(
                 f"hierarchical: outer = {step.options.outer!r}, but it began with {self._text!r}; make another DistOpt"

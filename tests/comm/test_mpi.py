@@ -60,7 +60,7 @@ def results_of(function, size):
 # what closes the communicator comes last
 IN_ONE_JOB = {
     2: ["all_reduced", "used_after_close"],
-    3: ["all_reduced", "narrowed", "extremes", "exchanged", "many", "grouped"],
+    3: ["all_reduced", "narrowed", "extremes", "exchanged", "many", "grouped", "too_many_groups"],
 }
 
 # ---- sums --------------------------------------------------------------------------------------------
@@ -196,6 +196,22 @@ def grouped(communicator):
 
 def test_a_group_ranks_its_members_as_given():
     assert results_of(grouped, 3) == [(1, 4.0), None, (0, 4.0)]
+
+
+def too_many_groups(communicator):
+    def full(*_):
+        raise communicator._mpi.Exception(communicator._mpi.ERR_OTHER)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommError) as raised:
+        patch.setattr(mpi, "within", full)  # as behind some 2,000 groups
+        communicator.new_group([0, 1, 2], name="one more")
+    return str(raised.value)
+
+
+def test_a_group_that_mpi_cannot_make_is_an_error_of_ours():
+    assert all(
+        text.startswith("new_group 'one more': MPI failed: ") for text in results_of(too_many_groups, 3)
+    )
 
 
 # ---- agreement ---------------------------------------------------------------------------------------
@@ -340,6 +356,25 @@ def test_an_mpi4py_set_not_to_start_mpi_is_started(tmp_path):
     text = "import mpi4py\nmpi4py.rc.initialize = False\n" + STEP + "sys.stdout.write(f'{array[0]}\\n')"
     result = mpi_job(tmp_path, text)
     assert (result.returncode, result.stdout) == (0, "6.0\n" * 3), result.stderr
+
+
+def test_a_script_may_finalize_mpi_and_has_its_functions_called_at_exit(tmp_path):
+    last = """
+import atexit
+from mpi4py import MPI
+atexit.register(lambda: sys.stdout.write(f"{error}\\n"))
+MPI.Finalize()
+try:
+    communicator.all_reduce(array, "sum", name="too late").wait()
+except CommError as raised:
+    error = raised
+"""
+    result = mpi_job(tmp_path, "from singa_lite.errors import CommError\n" + STEP + last)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert len(result.stdout.splitlines()) == 3
+    assert all(
+        "'too late': the script has called MPI.Finalize()" in line for line in result.stdout.splitlines()
+    )
 
 
 def test_a_forked_child_that_ends_leaves_mpi_alone(tmp_path):
