@@ -59,6 +59,13 @@ class Model(Layer):
         self._records = Records()
         self.optimizer = None
 
+    def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
+        if "_records" not in vars(self):
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}: its __init__ must call super().__init__() first"
+            )
+        return super().__getattr__(name)
+
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Choose what ``self.optimizer(loss)`` calls in ``train_one_batch``; before or after ``compile``.
 

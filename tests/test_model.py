@@ -551,3 +551,14 @@ def wraps_another(communicator):
 def test_what_a_dist_opt_of_several_ranks_wraps_is_no_models_optimizer():
     assert all("each rank would train by itself" in text for text in run_ranks(wraps_another, 2))
     assert wraps_another(LocalCommunicator(World())) == ""
+
+
+def test_a_model_that_skips_the_base_class_is_told_so() -> None:
+    class Skips(model.Model):
+        def __init__(self) -> None:
+            self.linear = layer.Linear(1)
+
+    with pytest.raises(
+        AttributeError, match=r"Skips .*: its __init__ must call super\(\).__init__\(\) first"
+    ):
+        Skips().compile([Tensor((2, 3))])

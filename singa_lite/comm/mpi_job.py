@@ -121,7 +121,8 @@ def load_mpi() -> Any:
     try:
         import mpi4py
 
-        if "mpi4py.MPI" not in sys.modules:  # MpiJob.leave finalizes; mpi4py would in a forked child as well
+        is_ours = "mpi4py.MPI" not in sys.modules
+        if is_ours:  # MpiJob.leave finalizes; mpi4py would in a forked child as well
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there but no libmpi
@@ -131,6 +132,8 @@ def load_mpi() -> Any:
     if not MPI.Is_initialized():  # mpi4py.rc.initialize is False
         MPI.Init_thread()
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        if is_ours:
+            MPI.Finalize()
         raise CommError(
             "mpi: MPI was started without THREAD_MULTIPLE; leave mpi4py.rc.threads at its default"
         )
