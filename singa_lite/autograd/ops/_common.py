@@ -91,7 +91,10 @@ def like(context: Context, kernel: str, x: Array, *others: Array, **attributes: 
 
 def broadcasting(context: Context, kernel: str, *xs: Array) -> Array:
     """Run a kernel whose result has the broadcast shape of its inputs and the dtype of the first."""
-    out = context.empty(np.broadcast_shapes(*(x.shape for x in xs)), xs[0].dtype)
+    shape, *others = (x.shape for x in xs)
+    for other in others:
+        shape = broadcast_shape(kernel, shape, other)
+    out = context.empty(shape, xs[0].dtype)
     context.run(kernel, *xs, out=out)
     return out
 
