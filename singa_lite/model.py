@@ -293,8 +293,8 @@ class Model(Layer):
             The auxiliary states, as numpy arrays.
 
         Raises:
-            CheckpointError: no such file, not a checkpoint, damaged, or made by another model or optimizer;
-                nothing was changed.
+            CheckpointError: no such file, not a checkpoint, damaged, made by another model, or by an optimizer with
+                other states (AdamW takes those of Adam); nothing was changed.
             GraphError: the model is not compiled yet, so it has no parameters to load into.
         """
         from .model_file import read_checkpoint  # Note [imports]

@@ -113,6 +113,20 @@ void test_softmax(std::int64_t before, std::int64_t count, std::int64_t after) {
   }
 }
 
+void test_mse(std::size_t size) {
+  Floats x = random_floats(size, 1), t = random_floats(size, 2), loss(1), dy(1, 0, 3.0f), dx(size, 0, kNanF);
+  const Shape shape{std::int64_t(size)};
+  const View xs = view_of(x, shape, 'f'), ts = view_of(t, shape, 'f');
+  run("mse_loss", {{xs, ts}, {view_of(loss, {1}, 'f')}, {}});
+  run("mse_loss_backward", {{view_of(dy, {1}, 'f'), xs, ts}, {view_of(dx, shape, 'f')}, {}});
+  double total = 0;
+  for (std::size_t i = 0; i < size; ++i) {
+    total += (double(x[i]) - t[i]) * (double(x[i]) - t[i]);
+    CHECK_NEAR(dx[i], 6 * (double(x[i]) - t[i]) / double(size), 1e-6);
+  }
+  CHECK_NEAR(loss[0], total / double(size), 1e-6);
+}
+
 // Rows of y are averages of those of v, by the softmax of scores, and gradients of v add up to those of y.
 void test_attention(std::int64_t heads, std::int64_t length, std::int64_t d, bool is_causal) {
   const std::int64_t width = heads * d;
@@ -232,6 +246,7 @@ int main() {
       test_softmax(3, 7, std::int64_t(after));
       for (const bool is_causal : {false, true}) test_attention(3, std::int64_t(after), 5, is_causal);
     }
+    for (const std::size_t size : {1, 511, 512, 513, 40000}) test_mse(size);
     for (const std::int64_t size : {1, 15, 16, 17, 130}) {
       test_transpose(size, 33);
       test_transpose(64, size);

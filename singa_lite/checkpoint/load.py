@@ -13,7 +13,7 @@ from typing import Any
 
 from ..comm.base import Communicator
 from ..comm.host import this_host
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SingaLiteError
 from ..generation import Generation, Manifest, find_generations
 from ..model import Model
 from ..model_file import Checkpoint
@@ -220,7 +220,7 @@ def _go_on(
     try:
         together(communicator, "load_job", restore_sampler)
         together(communicator, "load_job", restore_model)
-    except CheckpointError:
+    except SingaLiteError:
         if sampler is not None and before is not None:
             sampler.load_state_dict(before)
         raise

@@ -96,14 +96,13 @@ class Script:
 
     Attributes:
         is_lost: it has ended without leaving the MPI job.
-        stop_signals: those that this process got, as the whole group does.
+        stop_signals: those that this process got from outside of its group, whose processes are the script's.
     """
 
     def __init__(self, command: list[str], environ: dict[str, str]) -> None:
         self.is_lost = False
         self.stop_signals: list[int] = []
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda number, frame: self.stop_signals.append(number))
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._parent = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._watch_children()
@@ -116,7 +115,7 @@ class Script:
             stderr=subprocess.PIPE,
             env={**environ, "SINGA_LITE_LOST_FD": str(writer)},
             close_fds=False,  # the socket of PMI is the script's
-            preexec_fn=_die_with_parent,
+            preexec_fn=_begin,
         )
         os.close(writer)
         assert self._process.stdout and self._process.stderr
@@ -127,7 +126,10 @@ class Script:
 
     def wait(self, output: Output) -> int:
         """Pass output on until the script has ended; return its exit code, negative for a signal."""
-        while (code := self._process.poll()) is None:
+        while True:
+            self._note_stop_signals()  # while who has sent them is there
+            if (code := self._process.poll()) is not None:
+                break
             self._pump(output, PARENT_S)
         kill_others_of_group()
         has_time = code >= 0  # a signal ends the job at once
@@ -139,6 +141,15 @@ class Script:
             pass
         output.end_lines()
         return code
+
+    def _note_stop_signals(self) -> None:
+        while (got := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
+            try:
+                is_own = os.getpgid(got.si_pid) == os.getpgrp()  # the script has called kill(0, ...)
+            except OSError:
+                is_own = False
+            if not is_own:
+                self.stop_signals.append(got.si_signo)
 
     def pause(self, seconds: float) -> None:
         """Wait, unless mpiexec ends meanwhile."""
@@ -198,11 +209,19 @@ def main(command: list[str]) -> int:
         abort_job(code or 1)
     if code >= 0:
         return code
-    _report(output, f"{name} was killed by {signal.Signals(-code).name}")
+    _report(output, f"{name} was killed by {name_of(-code)}")
     wait_until_read(2)
     abort_job(128 - code)
     end_by_signal(-code)
     return 128 - code
+
+
+def name_of(number: int) -> str:
+    """Return the name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def environ_of(job: dict[str, Any], process: dict[str, str]) -> dict[str, str]:
@@ -269,6 +288,7 @@ def end_by_signal(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # SIGKILL
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)
 
 
@@ -283,7 +303,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _die_with_parent() -> None:
+def _begin() -> None:
+    """Have this process, which becomes the script, get signals, and end with its parent."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -36,7 +36,10 @@ DRAIN_S = 0.5  # output that a dead rank's children may still send
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[Sequence[int]]:
-    """Inside: STOP_SIGNALS do not end this process but are appended to the sequence that this gives."""
+    """Inside: STOP_SIGNALS do not end this process but are appended to the sequence that this gives; nor does SIGQUIT.
+
+    Outside of a round, which ``reports_at_sigquit`` surrounds, there is nothing to report.
+    """
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -44,6 +47,8 @@ def noted_signals() -> Iterator[Sequence[int]]:
 
     noted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
     before = {number: signal.signal(number, note) for number in noted}
+    if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
+        before[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda number, frame: None)
     try:
         yield signals
     finally:

@@ -694,6 +694,24 @@ def test_softmax_and_its_cross_entropy(seed, rows, columns, spread, ids):
     )
 
 
+@quick
+@given(seeds, st.lists(st.integers(1, 60), max_size=3), st.booleans())
+def test_the_mean_squared_error(seed, shape, is_large):
+    shape = (*shape, 3000) if is_large else (*shape,)
+    x, t = floats(seed, *shape), floats(seed + 1, *shape)
+    check("mse_loss", x, t, out=(like(1),))
+    check("mse_loss_backward", np.float32([0.7]), x, t, out=(like(*shape),))
+
+
+def test_the_mean_squared_error_of_other_shapes_and_dtypes_is_numpys():
+    x, dy = floats(1, 3, 4), np.float32([1])
+    for other in (floats(1, 4), floats(1, 3, 1), x.astype("f8"), np.empty((3, 4, 0), "f"), x.T):
+        assert not KERNELS.mse_loss(x, other, out=like(1))
+        assert not KERNELS.mse_loss_backward(dy, x, other, out=like(3, 4))
+    assert not KERNELS.mse_loss(x, x, out=like(2)) and not KERNELS.mse_loss(x, x, out=like(1, dtype="f8"))
+    assert not KERNELS.mse_loss_backward(like(2), x, x, out=like(3, 4))
+
+
 def test_softmax_of_infinite_logits_is_numpys():
     x = np.float32([[0, -np.inf, 1], [-200, 0, 3], [np.nan, 1, 2], [-np.inf, -np.inf, -np.inf]])
     got, expected = like(4, 3), like(4, 3)

@@ -26,7 +26,7 @@ from singa_lite import autograd, checkpoint, generation, opt
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler, prefetch
-from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
+from singa_lite.errors import CheckpointError, GraphError, OptionError, SingaLiteError
 from singa_lite.files import PART_SUFFIX
 from singa_lite.tensor import Tensor
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
@@ -322,14 +322,17 @@ def test_a_sampler_stays_where_the_model_refuses_a_checkpoint(tmp_path: Path) ->
     other.set_optimizer(opt.DistOpt(opt.Adam(), communicator=alone))
     for each in (net, other):
         each._prepare()
+    not_compiled = type(net)()
+    not_compiled.set_optimizer(opt.DistOpt(opt.SGD(), communicator=alone))
     sampler = ShardedSampler(40, 4, 0, 1)
     sampler.set_epoch(3)
     checkpoint.save_job(tmp_path, net, sampler=sampler)
     sampler.set_epoch(5)
     before = sampler.state_dict()
-    with pytest.raises(CheckpointError):
-        checkpoint.load_job(tmp_path, other, sampler=sampler)
-    assert sampler.state_dict() == before
+    for refuses, error in ((other, CheckpointError), (not_compiled, GraphError)):
+        with pytest.raises(error):
+            checkpoint.load_job(tmp_path, refuses, sampler=sampler)
+        assert sampler.state_dict() == before
 
 
 def refused(communicator: Communicator, folder: str) -> list[str]:

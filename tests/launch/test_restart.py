@@ -20,6 +20,7 @@ from singa_lite.launch import restart
 from singa_lite.launch.hosts import Host, without_slot
 from singa_lite.launch.one_host import CannotStart, Round
 from singa_lite.launch.restart import RestartOptions, check_restart, run_rounds
+from singa_lite.launch.supervise import noted_signals
 from tests.comm.hosts import names_missing, write_agent
 from tests.comm.processes import (
     assert_nothing_left,
@@ -134,6 +135,14 @@ def test_a_signal_ends_the_job_in_a_round_and_between_rounds(monkeypatch):
     monkeypatch.setattr(restart, "_pause", lambda *_: between.signals.append(signal.SIGHUP))
     assert between.run(3, max_restarts=5) == 129
     assert between.reports[-1] == "no restart, by SIGHUP"
+
+
+def test_sigquit_between_rounds_does_not_end_the_launcher():
+    before = signal.getsignal(signal.SIGQUIT)
+    with noted_signals() as signals:
+        signal.raise_signal(signal.SIGQUIT)
+        assert not signals
+    assert signal.getsignal(signal.SIGQUIT) == before == signal.SIG_DFL
 
 
 def test_a_rank_that_fails_twice_before_its_first_step_is_left_out(monkeypatch):

@@ -195,6 +195,8 @@ ENDINGS = {
     "kill": ("os.kill(os.getpid(), 9)", 137),
     "exit": ("os._exit(0)", 1),
     "code": ("os._exit(3)", 3),
+    "realtime": ("os.kill(os.getpid(), 40)", 168),
+    "group": ("os.kill(0, 15)", 143),
     "interrupt": ("(folder / 'ready').touch()", 130),
     "terminate": ("(folder / 'ready').touch()", 143),
     "launcher_killed": ("(folder / 'ready').touch()", -9),
@@ -254,7 +256,13 @@ def test_a_worker_that_raises_is_named_and_the_others_have_its_text(endings):
 @needs_mpi
 @pytest.mark.parametrize(
     ("ending", "how"),
-    [("kill", "was killed by SIGKILL"), ("exit", "failed (exit code 0)"), ("code", "failed (exit code 3)")],
+    [
+        ("kill", "was killed by SIGKILL"),
+        ("realtime", "was killed by signal 40"),
+        ("group", "was killed by SIGTERM"),
+        ("exit", "failed (exit code 0)"),
+        ("code", "failed (exit code 3)"),
+    ],
 )
 def test_a_process_that_is_lost_is_named_with_its_host(endings, ending, how):
     lines = endings[ending][1].splitlines()
@@ -263,7 +271,7 @@ def test_a_process_that_is_lost_is_named_with_its_host(endings, ending, how):
     ]
     watchdog = re.compile(r"\[w1\] singa_lite: rank 1 of 4 .* ended without leaving the MPI job")
     # after a signal nobody waits for the watchdog's own message
-    assert ending == "kill" or any(watchdog.match(line) for line in lines)
+    assert how.startswith("was killed") or any(watchdog.match(line) for line in lines)
 
 
 @needs_mpi
