@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 
+#include "kernels/clones.h"
 #include "kernels/registry.h"
 #include "kernels/threads.h"
 
@@ -61,13 +62,42 @@ std::optional<Copy> copy_of(const View& from, const Shape& from_strides, const V
 constexpr std::int64_t kTile = 16;
 
 template <class T>
-void copy_tiles(const T* from, T* to, const Axis& outer, const Axis& inner) {
+void copy_elements(const T* from, T* to, const Axis& outer, const Axis& inner) {
   for (std::int64_t i = 0; i < outer.size; i += kTile)
     for (std::int64_t j = 0; j < inner.size; j += kTile) {
       const std::int64_t last_i = std::min(i + kTile, outer.size), last_j = std::min(j + kTile, inner.size);
       for (std::int64_t u = i; u < last_i; ++u)
         for (std::int64_t v = j; v < last_j; ++v) to[u * outer.to + v * inner.to] = from[u * outer.from + v * inner.from];
     }
+}
+
+typedef std::uint32_t Four __attribute__((vector_size(16)));
+
+// Transpose 4 x 4 elements: rows of the source are `from_step` apart, those of the target `to_step`.
+ALWAYS_INLINE void transpose_4x4(const std::uint32_t* from, std::int64_t from_step, std::uint32_t* to, std::int64_t to_step) {
+  Four rows[4];
+  for (int i = 0; i < 4; ++i) std::memcpy(&rows[i], from + i * from_step, sizeof(Four));
+  const Four top = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5);
+  const Four next = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7);
+  const Four third = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
+  const Four last = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+  const Four columns[4] = {__builtin_shufflevector(top, third, 0, 1, 4, 5), __builtin_shufflevector(top, third, 2, 3, 6, 7),
+                           __builtin_shufflevector(next, last, 0, 1, 4, 5), __builtin_shufflevector(next, last, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; ++i) std::memcpy(to + i * to_step, &columns[i], sizeof(Four));
+}
+
+template <class T>
+void copy_tiles(const T* from, T* to, const Axis& outer, const Axis& inner) {
+  std::int64_t width = 0, height = 0;  // of what is made of 4 x 4 elements
+  if constexpr (sizeof(T) == sizeof(std::uint32_t)) {
+    if (outer.from == 1 && inner.to == 1) width = outer.size / 4 * 4, height = inner.size / 4 * 4;
+    for (std::int64_t j = 0; j < height; j += 4)
+      for (std::int64_t i = 0; i < width; i += 4)
+        transpose_4x4(from + i + j * inner.from, inner.from, to + i * outer.to + j, outer.to);
+  }
+  copy_elements(from + height * inner.from, to + height * inner.to, {width, outer.from, outer.to},
+                {inner.size - height, inner.from, inner.to});
+  copy_elements(from + width * outer.from, to + width * outer.to, {outer.size - width, outer.from, outer.to}, inner);
 }
 
 template <class T>
