@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -291,21 +291,35 @@ class ReadsMetaclass(Net):
 
 
 class HasArray(Net):
-    """Depends on the shape and the dtype of an array, of which only these change."""
+    """Depends on the shape or the dtype of an array, of which only that changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, array: np.ndarray, changes: Any, read: Any) -> None:
         super().__init__()
-        self.ones = np.ones(24, np.float32)
+        self.it, self.changes, self.read = array, changes, read
 
     def scale(self) -> float:
-        return float(len(self.ones) + self.ones.itemsize)
+        return float(self.read(self.it))
+
+
+def small() -> HasArray:
+    shapes = [(24,), (12, 2), (8, 3), (6, 4), (4, 6)]
+    return HasArray(np.ones(24, np.float32), ("shape", shapes), len)
+
+
+def large() -> HasArray:
+    shapes = [(2**22 >> step, 1 << step) for step in range(STEPS)]
+    return HasArray(np.ones(2**22, np.float32), ("shape", shapes), lambda array: len(array) / 2**22)
+
+
+def of_dtypes() -> HasArray:
+    dtypes = [np.dtype([("a" * (step + 1), np.float32)]) for step in range(STEPS)]
+    return HasArray(np.ones(4, np.float32), ("dtype", dtypes), lambda array: len(array.dtype.names[0]))
 
 
 def change_scales(net: Any, step: int) -> None:
     global SCALE
     if isinstance(net, HasArray):
-        net.ones.shape = (24, 12, 8, 6, 4)[step], (1, 2, 3, 4, 6)[step]
-        net.ones.dtype = np.float32 if step % 2 else np.int32
+        setattr(net.it, net.changes[0], net.changes[1][step])
     SCALE = Meta.scale = Config.scale = Pair.factor = layer.Linear.gain = 1.0 + step  # type: ignore[attr-defined]
     HasKeywordDefault.scale.__kwdefaults__["factor"] = 1.0 + step
     net.optimizer.spars = 0.1 + 0.1 * step
@@ -327,12 +341,50 @@ def changed_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *(InList, InDict, InDataclass, ReadsClass, ReadsSchedule, ReadsSpars, ReadsClassOfPackage),
         *(HasKeywordDefault, CallsMethodOfPackage, LoopsOverKeywords),
-        *(partial(Chooses, Kind.GLOBAL), partial(Chooses, Name("a name")), ReadsMetaclass, HasArray),
+        *(
+            partial(Chooses, Kind.GLOBAL),
+            partial(Chooses, Name("a name")),
+            ReadsMetaclass,
+            small,
+            large,
+            of_dtypes,
+        ),
     ],
 )
 def test_code_that_an_attribute_leads_to_is_followed(kind: Any) -> None:
     net = assert_alike(kind, change_scales)
     assert all(info.break_reason is None for info in net.graph_info())
+
+
+class Registering(type):
+    known: ClassVar[list[type]] = []
+
+    def __init__(cls, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        Registering.known.append(cls)
+
+
+class Registered(metaclass=Registering):
+    scale = 1.0
+
+
+class Unused(Registered):
+    def draw(self) -> float:
+        return float(np.random.default_rng().random())
+
+
+class HoldsRegistered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Registered()
+
+    def scale(self) -> float:
+        return self.held.scale
+
+
+def test_a_metaclass_that_knows_other_classes_does_not_have_them_read() -> None:
+    _, net = losses_of(HoldsRegistered, True, lambda net, step: None)
+    assert [info.break_reason for info in net.graph_info()] == [None]
 
 
 class TakesFunction(Net):

@@ -112,10 +112,10 @@ constexpr std::size_t kPiece = 512;  // elements that are widened at a time: tho
 void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
            const float* numbers, const Operand& out) {
   const auto& steps = axes.strides.back();
-  bool is_in_place = !out.is_bfloat16;  // no input is copied into scratch
-  for (std::size_t k = 0; k < formula.num_inputs; ++k) is_in_place &= steps[k] && !inputs[k].is_bfloat16;
+  bool needs_no_scratch = !out.is_bfloat16;
+  for (std::size_t k = 0; k < formula.num_inputs; ++k) needs_no_scratch &= steps[k] && !inputs[k].is_bfloat16;
   for_runs(formula, axes, [&](const auto& offsets, std::size_t i, std::size_t count) {
-    const std::size_t piece = is_in_place ? count : std::min(kPiece, count);
+    const std::size_t piece = needs_no_scratch ? count : std::min(kPiece, count);
     float scratch[kMostInputs + 1][kPiece];
     std::array<const float*, kMostInputs> from{};
     for (std::size_t k = 0; k < formula.num_inputs; ++k) {

@@ -59,7 +59,7 @@ const Registration backward("mse_loss_backward", [](const Call& call) -> Step {
   const View &x = call.inputs[1], &t = call.inputs[2], &dx = call.outputs[0];
   if (x.shape != t.shape || dx.shape != x.shape || x.size() == 0 || call.inputs[0].size() != 1) return {};
   return [size = x.size(), dy = call.inputs[0].floats(), x = x.operand(), t = t.operand(), dx = dx.operand()] {
-    const float factor = 2 * *dy / float(size);
+    const auto factor = float(double(*dy) * (2 / double(size)));
     for_pieces(size, [&](std::size_t, std::size_t offset, std::size_t count) {
       float of_x[kPiece], of_t[kPiece], of_dx[kPiece];
       float* const to = dx.target(offset, of_dx);

@@ -123,8 +123,11 @@ void max_plane(const Pool& p, const float* x, float* y, Index* indices) {
       float best[kMostColumns];
       std::int32_t winners[kMostColumns] = {};
       std::fill_n(best, count, -INFINITY);
+      // the columns of these windows that are inside the image for one of them
+      const std::int64_t first_column = std::max<std::int64_t>(p.padding[1] - (first + count - 1) * p.stride[1], 0);
+      const std::int64_t end_column = std::min(p.width + p.padding[1] - first * p.stride[1], p.kernel[1]);
       for (std::int64_t r = rows.begin; r < rows.end; ++r)
-        for (std::int64_t c = 0; c < p.kernel[1]; ++c) {
+        for (std::int64_t c = first_column; c < end_column; ++c) {
           // the windows whose cell in column c is inside the image
           const std::int64_t before = p.padding[1] - c - first * p.stride[1];
           const std::int64_t begin = std::min(divide_up(std::max<std::int64_t>(before, 0), p.stride[1]), count);

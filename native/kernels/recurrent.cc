@@ -257,13 +257,13 @@ bool run_cell(const Stack& s, const Cell<const float>& cell, const float* x, std
   return true;
 }
 
-struct Ways {  // of a call, forward
+struct ForwardArrays {
   const float *x, *w, *h0, *c0;
   float *y, *h, *c, *reserve;  // reserve may be null
 };
 
-bool forward(const Stack& s, const Ways& a) {
-  const Buffer scratch(a.reserve ? 0 : s.num_reserved()), cell_state(a.c ? 0 : s.states());
+bool forward(const Stack& s, const ForwardArrays& a) {
+  const Buffer scratch(a.reserve ? 0 : s.num_reserved()), cell_state(a.c ? 0 : s.states());  // the latter for an LSTM alone
   float* const reserve = a.reserve ? a.reserve : scratch.data();
   for (std::int64_t layer = 0; layer < s.layers; ++layer) {
     const float* const x = layer == 0 ? a.x : output_of(s, reserve, a.y, layer - 1);
@@ -279,13 +279,13 @@ bool forward(const Stack& s, const Ways& a) {
   return true;
 }
 
-struct WaysBack {  // of a call, backward
+struct BackwardArrays {
   const float *dy, *dh, *dc, *x, *w, *h0, *c0, *y;
   float *dw, *dh0, *dc0, *reserve, *dx;  // dx may be null
 };
 
 // One cell: the gradients of its weights and first state, and that of its input, which replaces dx or is added to it.
-bool run_cell_back(const Stack& s, const WaysBack& a, std::int64_t layer, std::int64_t direction, const float* x,
+bool run_cell_back(const Stack& s, const BackwardArrays& a, std::int64_t layer, std::int64_t direction, const float* x,
                    const float* y, const float* dy, float* dx) {
   const std::int64_t number = layer * s.directions + direction, state = number * s.states(), hidden = s.hidden;
   const std::int64_t rows = s.rows(), length = s.steps * s.batch, columns = s.input_of(layer);
@@ -332,7 +332,7 @@ bool run_cell_back(const Stack& s, const WaysBack& a, std::int64_t layer, std::i
   return true;
 }
 
-bool backward(const Stack& s, const WaysBack& a) {
+bool backward(const Stack& s, const BackwardArrays& a) {
   const std::int64_t length = s.steps * s.batch;
   std::unique_ptr<Buffer> above;  // the gradient of the output of the layer that is next
   for (std::int64_t layer = s.layers; layer-- > 0;) {
@@ -353,8 +353,8 @@ bool backward(const Stack& s, const WaysBack& a) {
 
 // The stack of a call whose input is `x` and whose weights have so many elements, or nothing.
 std::optional<Stack> stack_of(const Call& call, const View& x, const View& w) {
-  const auto mode = call.words.find("mode"), lengths = call.words.find("lengths");
-  if (mode == call.words.end() || lengths == call.words.end() || !lengths->second.empty()) return {};
+  const auto mode = call.words.find("mode");
+  if (mode == call.words.end() || !call.words.count("lengths")) return {};  // lengths that are not None are numbers
   const char* const numbers[] = {"hidden_size", "num_layers", "bidirectional", "bias"};
   std::int64_t values[4];
   if (call.attributes.size() != 6 || x.ndim() != 3 || x.size() == 0) return {};
@@ -400,10 +400,10 @@ const Registration register_forward("recurrent", [](const Call& call) -> Step {
   if (states == 2 && !have_sizes(out, 2, {each})) return {};
   const bool keeps = out.size() == 2 + states;
   if (keeps && !is_reserve(s, out.back())) return {};
-  const Ways ways{in[0].floats(), in[1].floats(), in[2].floats(), states == 2 ? in[3].floats() : nullptr,
+  const ForwardArrays arrays{in[0].floats(), in[1].floats(), in[2].floats(), states == 2 ? in[3].floats() : nullptr,
                   out[0].floats(), out[1].floats(), states == 2 ? out[2].floats() : nullptr,
                   keeps ? out.back().floats() : nullptr};
-  return [s, ways] { return forward(s, ways); };
+  return [s, arrays] { return forward(s, arrays); };
 });
 
 const Registration register_backward("recurrent_backward", [](const Call& call) -> Step {
@@ -421,11 +421,11 @@ const Registration register_backward("recurrent_backward", [](const Call& call) 
   if (out.size() < 2 + states || out.size() > 3 + states || !have_sizes(out, 0, {s.num_weights(), each})) return {};
   if (!is_reserve(s, out[1 + states]) || (has_dx && !have_sizes(out, 2 + states, {std::int64_t(x.size())}))) return {};
   const bool is_lstm = states == 2;
-  const WaysBack ways{in[0].floats(), in[1].floats(), is_lstm ? in[2].floats() : nullptr, x.floats(), w.floats(),
+  const BackwardArrays arrays{in[0].floats(), in[1].floats(), is_lstm ? in[2].floats() : nullptr, x.floats(), w.floats(),
                       in[3 + states].floats(), is_lstm ? in[6].floats() : nullptr, in[3 + 2 * states].floats(),
                       out[0].floats(), out[1].floats(), is_lstm ? out[2].floats() : nullptr, out[1 + states].floats(),
                       has_dx ? out[2 + states].floats() : nullptr};
-  return [s, ways] { return backward(s, ways); };
+  return [s, arrays] { return backward(s, arrays); };
 });
 
 }  // namespace

@@ -48,8 +48,8 @@ struct View {
 
 struct Call {
   std::vector<View> inputs, outputs;
-  std::map<std::string, std::vector<double>> attributes;  // numbers, flags and tuples of them; of a word none
-  std::map<std::string, std::string> words{};             // those attributes that are text; of None it is ""
+  std::map<std::string, std::vector<double>> attributes;  // numbers, flags and tuples of them; none of a text or None
+  std::map<std::string, std::string> words{};             // the attributes that are text, or "" for None
 
   // Whether there are so many arrays, all row-major float32.
   bool are_floats(std::size_t num_inputs, std::size_t num_outputs) const;

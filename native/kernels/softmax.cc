@@ -38,6 +38,7 @@ CLONES void row_backward(const float* dy, const float* y, float* dx, std::size_t
 }
 
 constexpr std::size_t kMostColumns = 256;  // side by side: what is kept of each stays in the first cache
+constexpr std::size_t kLeastColumns = 16, kMostElements = 65536;  // of columns as long as these: what is widened stays small
 
 // The softmax of each of `columns` columns; their elements are `step` apart.
 CLONES void columns(const float* x, float* y, std::size_t count, std::size_t columns, std::size_t step) {
@@ -133,13 +134,14 @@ void for_rows(const Axes& axes, const Arrays<T>& arrays, std::size_t cost, const
 // Call columns(first, second, out, count, columns, step) for all softmaxes along another axis.
 template <class T, class Body>
 void for_columns(const Axes& axes, const Arrays<T>& arrays, std::size_t cost, const Body& body) {
-  using softmax_loops::kMostColumns;
-  const std::size_t pieces = (axes.after + kMostColumns - 1) / kMostColumns, most = std::min(axes.after, kMostColumns);
+  using namespace softmax_loops;
+  const std::size_t most = std::clamp(kMostElements / axes.count, kLeastColumns, kMostColumns);
+  const std::size_t pieces = (axes.after + most - 1) / most;
   parallel_for(axes.before * pieces, cost * axes.count * most, [&](std::size_t begin, std::size_t end) {
     const std::size_t room = axes.count * most;
     const Scratch<T> of_first(room), of_second(arrays.second ? room : 0), of_out(room);
     for (std::size_t i = begin; i < end; ++i) {
-      const std::size_t start = i % pieces * kMostColumns, columns = std::min(kMostColumns, axes.after - start);
+      const std::size_t start = i % pieces * most, columns = std::min(most, axes.after - start);
       const std::size_t at = i / pieces * axes.count * axes.after + start;
       const std::size_t step = std::is_same_v<T, float> ? axes.after : columns;
       const float* const first = columns_of(arrays.first + at, axes, columns, of_first);

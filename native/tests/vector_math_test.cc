@@ -53,6 +53,9 @@ void test_pow() {
                             1e-42f, -1e-42f, 3e38f, -3e38f, kInfF, -kInfF, kNanF, 8388609, 8388607.5f, 16777216};
   for (const float a : extremes)
     for (const float b : extremes) check(a, b, 0.501);
+  for (int k = 20; k < 128; ++k)
+    for (const float a : {-2.0f, -1.0f, -0.5f, -kInfF, 1.5f})
+      for (const float b : {1.0f, 1.5f, 2 - 0x1p-23f}) check(a, std::ldexp(b, k), 0.501), check(a, -std::ldexp(b, k), 0.501);
 }
 
 }  // namespace

@@ -144,8 +144,8 @@ class Script:
 
     def _note_stop_signals(self) -> None:
         while (got := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
-            try:
-                is_own = os.getpgid(got.si_pid) == os.getpgrp()  # the script has called kill(0, ...)
+            try:  # whether the script has called kill(0, ...); 0: the kernel has sent it, or another PID namespace
+                is_own = got.si_pid > 0 and os.getpgid(got.si_pid) == os.getpgrp()
             except OSError:
                 is_own = False
             if not is_own:

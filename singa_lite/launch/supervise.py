@@ -36,9 +36,9 @@ DRAIN_S = 0.5  # output that a dead rank's children may still send
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[Sequence[int]]:
-    """Inside: STOP_SIGNALS do not end this process but are appended to the sequence that this gives; nor does SIGQUIT.
+    """Inside: STOP_SIGNALS do not end this process but are appended to the sequence that this gives.
 
-    Outside of a round, which ``reports_at_sigquit`` surrounds, there is nothing to report.
+    SIGQUIT is ignored, where ``reports_at_sigquit`` does not handle it.
     """
     signals: list[int] = []
 

@@ -28,6 +28,7 @@ import random
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
+from enum import Enum
 from functools import cached_property, partial, partialmethod, singledispatchmethod
 from operator import attrgetter, is_, methodcaller
 from types import FunctionType, GenericAlias, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
@@ -85,6 +86,14 @@ OF_ALL_TENSORS = frozenset(
     ]
 )
 MODES = {"_has_mode", "_is_compiled", "_precision"}  # of a Model, by which it chooses what a call does
+MAKES_CLASSES = ("__new__", "__init__", "__prepare__")  # of a metaclass
+OF_ENUMS = (
+    "_member_names_",
+    "_member_map_",
+    "_value2member_map_",
+    "_unhashable_values_",
+    "_hashable_values_",
+)
 LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
 
 # label of a variable, for people; what reads it, or returns Absent
@@ -137,6 +146,7 @@ class Variables:
         ]
         # of each object, by its id: its label, its attributes, and the names of those that it had
         self._names_at_start: dict[int, tuple[str, Mapping[str, Any], frozenset[str]]] = {}
+        self._metaclasses: dict[type, None] = {}
         self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         self.tensors: dict[int, Tensor] = {}
         self.compares_identities = False
@@ -161,6 +171,8 @@ class Variables:
                 if self._names_of_tensor(tensor)
             ]
             self._expand(nested)  # which may name more
+            for kind in [*self._metaclasses]:
+                self._follow_metaclass(kind)
         self._locations += self._locations_in_package()
         self._variables = [
             Variable(label, read, value := read(), self._content(value))
@@ -260,8 +272,8 @@ class Variables:
         elif isinstance(value, type):
             for kind in filter(is_users, value.__mro__):
                 self._follow_class(kind)
-            if is_users(type(value)):  # a metaclass
-                self._follow(type(value))
+            if is_users(type(value)):
+                self._metaclasses[type(value)] = None
         elif isinstance(value, (attrgetter, methodcaller)):
             given: Any = tuple(value.__reduce__())[1]
             self._names.update(name for text in given if isinstance(text, str) for name in text.split("."))
@@ -291,10 +303,20 @@ class Variables:
                     self._add(f"{each.__name__}.{name}", vars(each), name)
                     self._follow(vars(each)[name])
 
+    def _follow_metaclass(self, kind: type) -> None:
+        """Follow what functions name of a metaclass, and what Python calls for its classes once they are made."""
+        self._follow_added(kind, type)
+        for each in filter(is_users, kind.__mro__):
+            for name, value in vars(each).items():
+                if name.startswith("__") and isinstance(value, FunctionType) and name not in MAKES_CLASSES:
+                    self._follow(value)
+
     def _follow_class(self, kind: type) -> None:
         self._names.update(vars(kind).get("__match_args__", ()))
         for name, value in vars(kind).items():
-            if name == "__init__":
+            if name == "__init__" or (
+                issubclass(kind, Enum) and (isinstance(value, kind) or name in OF_ENUMS)
+            ):
                 continue
             self._follow(value)
             if not name.startswith("__") or isinstance(value, FunctionType):
@@ -406,8 +428,13 @@ class Variables:
             return Same(value), self._describe(value(), seen)
         if isinstance(value, (memoryview, CData)):
             return Same(value), bytes_of(value)
-        if isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
-            return Same(value), value.shape, value.dtype.str, value.tobytes()
+        if isinstance(value, np.ndarray):
+            return (
+                Same(value),
+                value.shape,
+                value.dtype,
+                value.tobytes() if value.nbytes <= MAX_BYTES else None,
+            )
         if isinstance(value, (bytearray, array)) and len(value) <= MAX_BYTES:
             return Same(value), bytes(value)
         if isinstance(value, BOUND):

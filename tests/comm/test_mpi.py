@@ -377,6 +377,27 @@ except CommError as raised:
     )
 
 
+def test_an_mpi_without_threads_is_refused_and_leaves_nothing(tmp_path):
+    text = """
+import re, sys, mpi4py
+from pathlib import Path
+mpi4py.rc.threads = False
+from singa_lite import opt
+from singa_lite.errors import CommError
+try:
+    opt.DistOpt()
+except CommError as error:
+    from mpi4py import MPI
+    sys.stdout.write(f"{MPI.Is_finalized()} {error}\\n")
+"""
+    result = mpi_job(tmp_path, text, size=2)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2 and all(
+        line.startswith("True ") and "without THREAD_MULTIPLE" in line for line in lines
+    )
+
+
 def test_a_forked_child_that_ends_leaves_mpi_alone(tmp_path):
     fork = """
 child = os.fork()
