@@ -157,9 +157,10 @@ ALWAYS_INLINE float pow(float base, float exponent) {
   const double log = magnitude == 0 ? -kInfinity : magnitude == kInfinity ? kInfinity : log2_double(magnitude);
   const double x = b * log, inside = x > 1000 ? 1000 : x < -1000 ? -1000 : x;  // NaN stays
   const double y = exp2_double(inside);
-  const double small = std::fabs(b) < 16777216 ? b : 0.0, half = 0.5 * small;  // floats from 2^24 on are even
-  const bool is_whole = (small + kRoundToWhole) - kRoundToWhole == small;
-  const bool is_odd = is_whole & ((half + kRoundToWhole) - kRoundToWhole != half);
+  const double half = 0.5 * b;
+  const bool is_large = std::fabs(b) >= 16777216;  // a float from 2^24 on is even
+  const bool is_whole = is_large | ((b + kRoundToWhole) - kRoundToWhole == b);
+  const bool is_odd = !is_large & is_whole & ((half + kRoundToWhole) - kRoundToWhole != half);
   const double with_sign = is_odd & (to_bits(a) < 0) ? -y : y;
   const double of_reals = (a < 0) & (magnitude != kInfinity) & !is_whole ? __builtin_nan("") : with_sign;
   const bool is_one = (b == 0) | (a == 1) | ((a == -1) & (std::fabs(b) == kInfinity));  // whatever the other is

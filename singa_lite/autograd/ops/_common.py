@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class Elementwise(Operator):
     """
 
     kernel: str
-    autocast = "keep"
+    autocast: ClassVar[Literal["keep", "widest"] | None] = "keep"
 
     def __init__(self, **numbers: float) -> None:
         self.numbers = numbers

@@ -171,6 +171,7 @@ class Pow(Broadcasting):
 
 class Square(Elementwise):
     kernel = "square"
+    autocast = "widest"  # as of Pow
 
     def check(self, *inputs: Tensor) -> None:
         check_floats("pow", *inputs)
