@@ -421,11 +421,12 @@ std::string Messenger::verdict_on(const Peer& peer, bool looks_at_lock) const {
   const RankBlock& block = segment_->block(peer.rank);
   const std::string name = name_of_(peer.rank);
   const std::string who = name + " (process " + std::to_string(block.pid.load()) + ") ";
+  const bool is_dead = looks_at_lock && !segment_->is_alive(peer.rank);  // asked first: its presence is final then
   if (block.presence.load(std::memory_order_acquire) == Presence::kClosed) {
     const AbortRecord& record = record_of(peer.rank);
     return record.is_posted() ? name + " aborted: " + record.why() : who + "has closed its messenger";
   }
-  return looks_at_lock && !segment_->is_alive(peer.rank) ? who + "died" : "";
+  return is_dead ? who + "died" : "";
 }
 
 // Make the last message of a peer that has gone, and fail the one of which a part has not come.

@@ -104,9 +104,10 @@ void Engine::sleep_for(const Await& await) {
   mine.waits_for.store(0, std::memory_order_relaxed);
 }
 
-// Throws if a rank we need will not come. A counter is read again after the verdict: what a rank left behind
-// before it closed or died is still good.
+// Throws if a rank we need will not come. A counter is read after the verdict: what a rank left behind before it
+// aborted, closed or died is still good.
 void Engine::check_peers(const Await& await) {
+  const std::string abort = segment_->abort_text();
   std::string late;
   Op& op = *consume_.op;
   if (!op.is_checked) check_descriptors(op, true);  // later its slot may hold another descriptor
@@ -116,16 +117,17 @@ void Engine::check_peers(const Await& await) {
       return peer.counters[std::size_t(await.counter)].load(std::memory_order_acquire) < await.value;
     };
     if (r == rank_ || !lags()) continue;
+    const bool is_alive = segment_->is_alive(r);  // asked first: a rank that has ended changes its presence no more
     const std::string who = "rank " + name_of_rank(r) + " (process " + std::to_string(peer.pid.load()) + ") ";
     if (peer.presence.load(std::memory_order_acquire) == Presence::kClosed && lags()) {
       const std::string why = segment_->abort_text();
       throw CommError(label(op) + ": " + (why.empty() ? who + "has closed its communicator" : why));
     }
-    if (!segment_->is_alive(r) && lags()) throw CommError(label(op) + ": " + who + "died");
+    if (!is_alive && lags()) throw CommError(label(op) + ": " + who + "died");
     late += (late.empty() ? "" : ", ") + name_of_rank(r);
   }
   if (late.empty()) return;
-  if (const std::string why = segment_->abort_text(); !why.empty()) throw CommError(label(op) + ": " + why);
+  if (!abort.empty()) throw CommError(label(op) + ": " + abort);
   const double limit_s = limit_s_.load();
   if (monotonic_s() - std::max(moved_s_.load(), since_s_.load()) <= limit_s) return;
   char seconds[32];

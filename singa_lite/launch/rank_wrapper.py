@@ -126,11 +126,10 @@ class Script:
 
     def wait(self, output: Output) -> int:
         """Pass output on until the script has ended; return its exit code, negative for a signal."""
-        while True:
+        while (code := self._process.poll()) is None:
             self._note_stop_signals()  # while who has sent them is there
-            if (code := self._process.poll()) is not None:
-                break
             self._pump(output, PARENT_S)
+        self._note_stop_signals()  # those that have ended the script
         kill_others_of_group()
         has_time = code >= 0  # a signal ends the job at once
         if has_time and select.select([self._lost], [], [], WATCHDOG_S)[0]:
@@ -145,7 +144,9 @@ class Script:
     def _note_stop_signals(self) -> None:
         while (got := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
             try:  # whether the script has called kill(0, ...); 0: the kernel has sent it, or another PID namespace
-                is_own = got.si_pid > 0 and os.getpgid(got.si_pid) == os.getpgrp()
+                is_own = got.si_pid > 0 and (
+                    got.si_pid == self._process.pid or os.getpgid(got.si_pid) == os.getpgrp()
+                )
             except OSError:
                 is_own = False
             if not is_own:
