@@ -237,24 +237,26 @@ class Operator:
         used = inputs if autocast is None else autocast.cast(self, inputs)
         self.check(*used)
         device = common_device(type(self).__name__, inputs)
-        recording = this_thread.training and this_thread.recording
-        context = Context(device, tuple(recording and is_tracked(tensor) for tensor in inputs))
+        is_recording = this_thread.training and this_thread.recording
+        needs_grad = tuple([is_recording and is_tracked(tensor) for tensor in inputs])
+        context = Context(device, needs_grad)
         recorder = this_thread.recorder
-        if any(context.needs_grad):  # arithmetic on gradients is not recorded
+        has_gradient = any(needs_grad)
+        if has_gradient:  # arithmetic on gradients is not recorded
             begin_step()
             if recorder is not None:
                 recorder.phase = "Forward"
         if used is not inputs:
             context.input_dtypes = tuple(tensor.array.dtype for tensor in inputs)
         try:
-            result = self.forward(context, *(tensor.array for tensor in used))
+            result = self.forward(context, *[tensor.array for tensor in used])
         except TypeError as error:
             if (
                 error.__traceback__ is not None and error.__traceback__.tb_next is None
             ):  # it was not even begun
                 raise TypeError(f"{error}; {SIGNATURES}") from None
             raise
-        node = _made_by(self, context, inputs) if any(context.needs_grad) else None
+        node = _made_by(self, context, inputs) if has_gradient else None
         arrays = result if isinstance(result, tuple) else (result,)
         if self._is_own:
             where = f"{type(self).__name__}: forward"
@@ -266,7 +268,7 @@ class Operator:
             recorder.check_outputs(type(self).__name__, arrays, given)
         if self._is_own:
             arrays = row_major_copies(context, arrays)
-        outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
+        outputs = tuple([Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays)])
         if node is not None and not node.is_replayed:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
             is_recorded = recorder is not None and recorder.break_reason is None
@@ -506,15 +508,13 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     for index, (source, array) in enumerate(zip(node.sources, results, strict=True)):
         if source is None or array is None:
             continue
-        if source in gradients:
-            gradients[source].add(array, context.backend)
-        else:
-            others = [
-                *dys,
-                *(other for number, other in enumerate(results) if number != index and other is not None),
-            ]
-            is_shared = node.op._is_own or any(shares_memory(array, other) for other in others)
-            gradients[source] = _Gradient(array, is_shared)
+        if (before := gradients.get(source)) is not None:
+            before.add(array, context.backend)
+            continue
+        is_shared = node.op._is_own
+        for other in (*dys, *results[:index], *results[index + 1 :]):
+            is_shared = is_shared or (other is not None and shares_memory(array, other))
+        gradients[source] = _Gradient(array, is_shared)
 
 
 def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tuple[Array | None, ...]:

@@ -111,12 +111,15 @@ def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarra
     if not is_number_or_bool(value):
         raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
     try:
-        values = np.asarray(float(value) if is_float(dtype) else value)  # type: ignore[arg-type]
+        if is_float(dtype):
+            with np.errstate(invalid="ignore", over="ignore"):
+                return np.array(float(value)).astype(dtype)  # type: ignore[arg-type]
+        values = np.asarray(value)
         if values.dtype.kind == "O":  # an int of more than 64 bits
             raise OverflowError
     except OverflowError:
         raise DTypeError(f"{where}: {value} is too large for {dtype}") from None
-    return convert(values, dtype, where, rounds=True)
+    return convert(values, dtype, where)
 
 
 def is_row_major(array: Any) -> bool:
@@ -234,7 +237,7 @@ def as_slice(key: object, size: int) -> slice:
 
 def broadcast_shape(where: str, a: Shape, b: Shape) -> Shape:
     """Return the shape to which ``a`` and ``b`` broadcast; ShapeError if they don't."""
-    if a == b:  # numpy takes 3 us
+    if a == b or not b:  # numpy takes 3 us
         return a
     try:
         return np.broadcast_shapes(a, b)

@@ -27,8 +27,8 @@ def check_tensors(where: str, *tensors: object) -> None:
         raise ShapeError(f"{where}: expected at least one Tensor")
     for tensor in tensors:
         check_tensor(where, tensor)
-    dtypes = [tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)]
-    if any(dtype != dtypes[0] for dtype in dtypes):
+    dtypes = [tensor.array.dtype for tensor in tensors]  # type: ignore[attr-defined]  # they are Tensors
+    if dtypes.count(dtypes[0]) < len(dtypes):
         found = ", ".join(str(dtype) for dtype in dtypes)
         raise DTypeError(f"{where}: inputs must share one dtype, got {found}; convert with as_type()")
 
@@ -84,8 +84,8 @@ def constant(where: str, value: object, like: Tensor) -> Tensor:
 
 def like(context: Context, kernel: str, x: Array, *others: Array, **attributes: Any) -> Array:
     """Run a kernel whose result has the shape and dtype of its first input."""
-    out = context.empty(x.shape, x.dtype)
-    context.run(kernel, x, *others, out=out, **attributes)
+    out = context.backend.empty(x.shape, x.dtype)
+    context.backend.run(kernel, x, *others, out=out, **attributes)
     return out
 
 
@@ -94,8 +94,8 @@ def broadcasting(context: Context, kernel: str, *xs: Array) -> Array:
     shape, *others = (x.shape for x in xs)
     for other in others:
         shape = broadcast_shape(kernel, shape, other)
-    out = context.empty(shape, xs[0].dtype)
-    context.run(kernel, *xs, out=out)
+    out = context.backend.empty(shape, xs[0].dtype)
+    context.backend.run(kernel, *xs, out=out)
     return out
 
 
