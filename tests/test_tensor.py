@@ -166,7 +166,7 @@ def test_result_may_be_written_over_an_input() -> None:
 
 
 def test_parts_of_one_tensor_may_be_copied_over_each_other() -> None:
-    t = from_numpy(np.arange(6.0))
+    t = from_numpy(np.ma.array(np.arange(6.0)))  # without a mask it is an array as others
     tensor.copy_data_to_from(t, t, 4, 1, 0)
     assert to_numpy(t).tolist() == [0, 0, 1, 2, 3, 5]
 
@@ -400,6 +400,8 @@ def changed(name: str, a: Tensor, b: Any) -> object:
     return getattr(a, name)(b)
 
 
+MASKED = np.ma.array([1.0, 2.0], "f4", mask=[0, 1])
+
 BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: t(6).reshape((4,)), ShapeError, r"\(6,\) does not fit into \(4,\)"),
     (lambda: t(6).reshape((-1, -1)), ShapeError, "at most one -1"),
@@ -473,6 +475,9 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: autograd.pad(t(2), "constant", None), OptionError, "pads = None"),
     (lambda: autograd.softmax(t(2, 0)), ShapeError, "is empty"),
     (lambda: from_numpy(None), DTypeError, "got None"),
+    (lambda: from_numpy(MASKED), DTypeError, "data has masked values"),
+    (lambda: t(2).copy_from_numpy(MASKED), DTypeError, "np_array has masked values"),
+    (lambda: setattr(t(2), "data", MASKED), DTypeError, "array has masked values|got MaskedArray"),
     (lambda: from_numpy(np.array([3_000_000_000], "u4")), DTypeError, "int32 cannot hold"),
     (lambda: Tensor(data=np.array([2**64 - 1], "u8"), dtype="int64"), DTypeError, "int64 cannot hold"),
     (lambda: t(1, dtype="int32").copy_from_numpy(np.array(2**32 - 1, "u4")), DTypeError, "int32 cannot hold"),

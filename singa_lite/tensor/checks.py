@@ -68,6 +68,7 @@ def natural_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def as_numbers(where: str, name: str, value: object) -> np.ndarray:
     """Return numbers of the host as an array; ShapeError for lists of unequal length, DTypeError for no numbers."""
+    check_unmasked(where, name, value)
     try:
         array = np.asarray(value)
     except ValueError:
@@ -78,6 +79,12 @@ def as_numbers(where: str, name: str, value: object) -> np.ndarray:
         came = type(value).__name__ if array.dtype.kind == "O" else array.dtype
         raise DTypeError(f"{where}: {name} must be a Tensor or numbers, not {came}")
     return array
+
+
+def check_unmasked(where: str, name: str, value: object) -> None:
+    """Raise DTypeError for an array of numpy.ma with masked values, which a Tensor would take for valid ones."""
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray and np.ma.is_masked(value):
+        raise DTypeError(f"{where}: {name} has masked values; give them a value, such as by {name}.filled(0)")
 
 
 def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool = False) -> np.ndarray:
@@ -128,7 +135,8 @@ def is_row_major(array: Any) -> bool:
 
 
 def check_raw(where: str, array: Any) -> None:
-    """Raise ShapeError for a raw array of which a Tensor cannot be made without a copy."""
+    """Raise ShapeError for a raw array of which a Tensor cannot be made without a copy, DTypeError for a masked one."""
+    check_unmasked(where, "array", array)
     if not (is_row_major(array) and getattr(array.flags, "writeable", True)):
         raise ShapeError(
             f"{where}: expected a row-major, aligned and writeable array, got one of shape {array.shape} with strides "
