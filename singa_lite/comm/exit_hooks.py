@@ -46,6 +46,7 @@ class ExitHooks:
         self.communicators: list[DispatchCommunicator | LinkCommunicator] = []
         self.messengers: list[Messenger] = []
         self.mpi_job: MpiJob | None = None
+        self._last_calls: list[Callable[[], None]] = []
         self._pid = os.getpid()
         self._ends_at_once = self._has_aborted = self._reports_first = False
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
@@ -93,7 +94,10 @@ class ExitHooks:
         return cancel
 
     def before_leaving(self, call: Callable[[], None]) -> None:
-        """Register ``call`` for the end of this process without an error; its CommError makes the exit code 1."""
+        """Register ``call`` for the end of this process without an error; its CommError makes the exit code 1.
+
+        It is made earlier where the script itself calls MPI.Finalize(), and must do nothing the second time.
+        """
 
         def last_call() -> None:
             try:
@@ -105,6 +109,13 @@ class ExitHooks:
                 self._abort(text_of(error))
 
         self.at_exit(last_call)  # now, so before the messengers' own hooks, which close them
+        self._last_calls.append(last_call)
+
+    def make_last_calls(self) -> None:
+        """Call what ``before_leaving`` has registered, the latest one first."""
+        if not self.is_of_parent:
+            for call in reversed(self._last_calls):
+                call()
 
     def note_failure(self) -> None:
         """Make the exit code 1 where it would be 0, after all that is left to do at exit."""

@@ -31,13 +31,17 @@ class MpiJob:
     Args:
         rank, size: as the launcher gave them.
         timeout_s: seconds to wait for the other ranks when MPI starts and when it ends.
+        before_finalize: called at the beginning of MPI.Finalize(), which the script may call, too.
 
     Attributes:
         is_stuck: a call that needs every rank has not returned, so MPI_Finalize would wait for ever.
     """
 
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout_s: float, before_finalize: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._before_finalize = before_finalize
         self.is_stuck = False
         self._mpi: Any = None  # Any: mpi4py's module
         reader, self._pipe = os.pipe()
@@ -64,6 +68,9 @@ class MpiJob:
         )
         self._message_watchdog(self.timeout_s, f"{type(error).__name__}: {error}")
         self._mpi = load_mpi()
+        # MPI.Finalize() begins with the attributes of COMM_SELF, the last one first
+        attribute = self._mpi.Comm.Create_keyval(delete_fn=lambda *_: self._before_finalize())
+        self._mpi.COMM_SELF.Set_attr(attribute, None)
         self._message_watchdog(float("inf"), "running")
         return self._mpi
 

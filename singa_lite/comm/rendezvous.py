@@ -279,7 +279,7 @@ def _forget_in(pid: int, rendezvous_id: str) -> None:
 
 def _mpi_job(rank: int, size: int, timeout_s: float) -> MpiJob:
     hooks = exit_hooks()
-    hooks.mpi_job = hooks.mpi_job or MpiJob(rank, size, timeout_s)
+    hooks.mpi_job = hooks.mpi_job or MpiJob(rank, size, timeout_s, hooks.make_last_calls)
     return hooks.mpi_job
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -51,3 +52,23 @@ def test_a_store_and_a_trainer_work_in_an_mpi_job_with_a_server(tmp_path: Path) 
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         assert f"worker {rank} of 2 with 1 server" in result.stdout
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_script_that_finalizes_mpi_itself_closes_its_store(tmp_path: Path, first: int) -> None:
+    end = """
+import time
+from mpi4py import MPI
+time.sleep(0.2 * (rank != {}))
+MPI.Finalize()
+try:
+    store.pushpull("small", grads[0], outs[0])
+except Exception as error:
+    sys.stdout.write(f"worker {{rank}} then: {{type(error).__name__}}: {{error}}\\n")
+"""
+    script = write_script(tmp_path, SCRIPT + end.format(first))
+    command = [_mpiexec() or "", "-n", "3", sys.executable, str(script)]
+    result = run_command(command, SINGA_LITE_NUM_SERVERS="1", **OPEN_MPI)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    for rank in range(2):
+        assert re.search(rf"worker {rank} then: CommError: .*closed", result.stdout), result.stdout
