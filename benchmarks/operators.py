@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from interleaved import machine
 
-IMAGES, SQUARE = (16, 64, 28, 28), (1024, 1024)
+IMAGES, SQUARE, SMALL = (16, 64, 28, 28), (1024, 1024), (8, 8)
 SECONDS = 1.0  # for the rounds of a case, about
 
 
@@ -121,6 +121,12 @@ def cases() -> list[Case]:
         Case("conv2d: depthwise", [IMAGES, (64, 1, 3, 3)], *_convolution(1, 64)),
     ]
     found += [Case(name, [(16, 64, 56, 56)], *pair) for name, pair in images.items()]
+    found += [  # how long a call takes that computes next to nothing
+        Case("64 elements: relu", [SMALL], *unary["relu"]),
+        Case("64 elements: x * 2.5", [SMALL], lambda x: x * 2.5, lambda x: x * 2.5),
+        Case("64 elements: add", [SMALL, SMALL], *binary["add"]),
+        Case("64 elements: matmul", [SMALL, SMALL], A.matmul, torch.matmul),
+    ]
     found += [
         _recurrent(mode, *sizes) for mode in ("lstm", "gru", "tanh") for sizes in ((32, 16, 256), (8, 64, 64))
     ]
@@ -204,7 +210,7 @@ def in_turns(calls: Sequence[Callable[[], None]]) -> list[float]:
     begin = time.perf_counter()
     for call in calls:
         call()
-    rounds = max(7, min(60, int(SECONDS / (time.perf_counter() - begin))))
+    rounds = max(7, min(600, int(SECONDS / (time.perf_counter() - begin))))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, spent in zip(calls, times, strict=True):

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import io
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -319,7 +320,9 @@ def of_dtypes() -> HasArray:
 def change_scales(net: Any, step: int) -> None:
     global SCALE
     if isinstance(net, HasArray):
-        setattr(net.it, net.changes[0], net.changes[1][step])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy 2.5 would rather have a new view
+            setattr(net.it, net.changes[0], net.changes[1][step])
     SCALE = Meta.scale = Config.scale = Pair.factor = layer.Linear.gain = 1.0 + step  # type: ignore[attr-defined]
     HasKeywordDefault.scale.__kwdefaults__["factor"] = 1.0 + step
     net.optimizer.spars = 0.1 + 0.1 * step

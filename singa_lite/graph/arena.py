@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from .memory import Memory, View, view_of
 from .nodes import Node, StreamSwitch
 
@@ -27,10 +29,6 @@ class Lifetime:
     first: int
     last: int
 
-    def overlaps(self, other: Lifetime) -> bool:
-        """Return whether both are alive during some call."""
-        return self.first <= other.last and other.first <= self.last
-
 
 def plan_offsets(lifetimes: list[Lifetime]) -> tuple[list[int], int]:
     """Give every buffer an offset so that no two share a byte while both are alive.
@@ -41,21 +39,23 @@ def plan_offsets(lifetimes: list[Lifetime]) -> tuple[list[int], int]:
         (offset of each, in bytes, multiples of ALIGNMENT; bytes of the arena).
     """
     offsets = [0] * len(lifetimes)
-    placed: list[tuple[int, int, Lifetime]] = []  # (offset, end, lifetime), by offset
-    for index in sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].num_bytes, i)):
+    # of those that have one, by it, in the columns: offset, end, first and last call
+    placed = np.empty((4, len(lifetimes)), np.int64)
+    order = sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].num_bytes, i))
+    for count, index in enumerate(order):
         lifetime = lifetimes[index]
         size = -(-lifetime.num_bytes // ALIGNMENT) * ALIGNMENT
-        offset = 0
-        for start, end, other in placed:
-            if not other.overlaps(lifetime):
-                continue
-            if offset + size <= start:
-                break
-            offset = max(offset, end)
+        starts, ends, first, last = placed[:, :count]
+        is_beside = (first <= lifetime.last) & (last >= lifetime.first)
+        # a gap begins behind all that lies before it
+        gaps = np.maximum.accumulate(np.concatenate(([0], ends[is_beside])))
+        fits = gaps[:-1] + size <= starts[is_beside]
+        offset = int(gaps[fits.argmax()] if fits.any() else gaps[-1])
         offsets[index] = offset
-        placed.append((offset, offset + size, lifetime))
-        placed.sort(key=lambda entry: entry[0])
-    return offsets, max((end for _, end, _ in placed), default=0)
+        place = int(np.searchsorted(starts, offset, "right"))
+        placed[:, place + 1 : count + 1] = placed[:, place:count].copy()
+        placed[:, place] = offset, offset + size, lifetime.first, lifetime.last
+    return offsets, int(placed[1].max(initial=0))
 
 
 def lifetimes_of(nodes: list[Node], inputs: list[Memory]) -> dict[Memory, Lifetime]:

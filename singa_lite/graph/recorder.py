@@ -189,10 +189,10 @@ class Recorder:
         """Return the View of an array that the step has used, else None."""
         return None if self._known(array) is None else self._view(array)
 
-    def writes(self, array: Array) -> bool:
-        """Return whether a node writes to the memory of ``array``, whose views all nodes have in common."""
-        memory = self._known(array)
-        return any(view.memory is memory for node in self.nodes for view in node.outputs)
+    def writes(self, arrays: Iterable[Array]) -> bool:
+        """Return whether a node writes to the memory of one of ``arrays``, whose views all nodes have in common."""
+        memories = {self._known(array) for array in arrays}
+        return any(view.memory in memories for node in self.nodes for view in node.outputs)
 
     def check_outputs(self, where: str, outputs: tuple[Array, ...], given: tuple[Array, ...]) -> None:
         """Break the graph if ``where`` made an array without a kernel; it may return what it was given."""

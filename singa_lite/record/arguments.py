@@ -67,7 +67,7 @@ class Arguments:
 
     def write_values_back(self, recorder: Recorder) -> None:
         """Break the graph if the step has changed an input in place; after any break, change the caller's, too."""
-        if any(recorder.writes(clone.array) for clone in self.tensors):
+        if recorder.writes(clone.array for clone in self.tensors):
             recorder.break_graph("it changes an input in place")
         if recorder.break_reason is not None:  # which may be that it read the array of an input
             for tensor, clone in zip(self.given, self.tensors, strict=True):

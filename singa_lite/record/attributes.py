@@ -6,8 +6,9 @@ the walk over the layers (layer/base.py).
 
 Note [attributes]: a step may read Tensors from attributes of its layers and set attributes (``self.total = self.total +
 loss``). A replay runs only where an attribute that the step changes holds what it held before the recorded step, up to
-the values of its Tensors; it reads these, and sets the attribute as the step did, to new Tensors that are leaves. All
-other attributes must be what they were when the step was recorded, and two that held one Tensor must hold one again, as
+the values of its Tensors; it reads these, and sets the attribute as the step did, to new Tensors. Through one that an
+operator has made no gradient flows, as through a result of the step: ``backward`` would be a GraphError. All other
+attributes must be what they were when the step was recorded, and two that held one Tensor must hold one again, as
 a step that sets one to the other's Tensor may then have changed nothing.
 """
 
@@ -23,6 +24,7 @@ from operator import is_
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
+from ..autograd.engine import RecordedStep
 from ..errors import GraphError
 from ..graph.memory import root_of
 from ..graph.recorder import Recorder
@@ -128,6 +130,8 @@ class Attributes:
         self._constants: list[Attribute] = []  # unchanged ones that may change without being set
         self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants
         self._made: list[Tensor] = []  # by the step, for attributes
+        self._computed: list[bool] = []  # of each of these, whether an operator has made it
+        self._creator = RecordedStep()
         self._set: list[Tensor] = []  # copies of these that the attributes have
         self._read: list[int] = []  # of the inputs: numbers among those held
 
@@ -187,10 +191,10 @@ class Attributes:
             view = recorder.view(tensor.array)
             if view is None:
                 continue
-            if tensor.creator is not None:
+            if tensor.creator is not None and not tensor.creator.is_replayed:
                 reason = f"{label} was made by a recorded operator of an earlier step; use clone()"
                 recorder.break_graph(reason, is_lasting=False)
-            elif recorder.writes(tensor.array):
+            elif recorder.writes([tensor.array]):
                 recorder.break_graph(
                     f"it changes {label} in place and sets it; use clone()", is_lasting=False
                 )
@@ -222,6 +226,7 @@ class Attributes:
                     source = numbers.setdefault(id(tensor.array), len(tensors))
                     if source == len(tensors):
                         tensors.append(pinned(tensor, recorder))
+                        self._computed.append(tensor.creator is not None)
                 sources.append(source)
             value = rebuild(new.value, iter([tensors[source] for source in sources]))
             is_in_place = new.value is old.value and isinstance(new.value, (list, dict))
@@ -291,6 +296,8 @@ class Attributes:
         """Set the attributes as the step did."""
         if self._changes:
             self._set = [tensor.clone() for tensor in self._made]
+            for tensor in compress(self._set, self._computed):
+                tensor.creator = self._creator
             for change in self._changes.values():
                 change.repeat([*self._held, *self._set])
         self._held = []

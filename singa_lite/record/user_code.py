@@ -99,7 +99,8 @@ def is_users(value: Any) -> bool:
     if isinstance(value, FunctionType):  # whose __module__ may be that of a function it wraps
         return _is_users_file(str(value.__globals__.get("__name__")), value.__code__.co_filename)
     name = value.__module__ or ""
-    if name == "builtins":  # or made by exec in a namespace without a name
+    # or made by exec in a namespace without a name, or the class of Cython's functions
+    if name == "builtins" or not isinstance(name, str):
         codes = [each.__code__ for each in vars(value).values() if isinstance(each, FunctionType)]
         return bool(codes) and _is_users_file("", codes[0].co_filename)
     return _is_users_file(name, getattr(sys.modules.get(name), "__file__", None))

@@ -27,7 +27,7 @@ def test_buffers_alive_together_never_share_a_byte(lifetimes):
     for index, (start, end, life) in enumerate(spans):
         assert start % ALIGNMENT == 0 and start >= 0 and end <= total
         for other_start, other_end, other in spans[index + 1 :]:
-            if life.overlaps(other):
+            if life.first <= other.last and other.first <= life.last:
                 assert end <= other_start or other_end <= start or start == end or other_start == other_end
 
 
