@@ -149,7 +149,7 @@ def _connect(arguments: dict[str, Any], num_servers: int, timeout_s: float | Non
     store = DistStore(
         messenger=messenger, communicator=process_communicator(timeout_s=timeout_s), **arguments
     )
-    exit_hooks().before_leaving(store.close)
+    exit_hooks().before_leaving(store.leave)
     return store
 
 

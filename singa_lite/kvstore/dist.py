@@ -168,6 +168,11 @@ class DistStore(KVStore):
             self._ask("close", dict.fromkeys(range(self.num_servers)))
         self._messenger.close()
 
+    def leave(self) -> None:
+        """Close the store, unless it is broken: what broke it was raised, and its peers have the reason."""
+        if not self._failure:
+            self.close()
+
     def abort(self, reason: str) -> None:
         super().abort(reason)
         self._messenger.abort(reason)

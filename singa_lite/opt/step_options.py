@@ -73,7 +73,7 @@ class StepOptions:
     ) -> StepContext:
         """Return the step that is ``offset`` steps ahead; OptionError if the optimizer does not fit."""
         step = dist.opt._step_counter + offset
-        options = make_options(scheme, values_at(_values(dist, scheme, given), step))
+        options = make_options(scheme, values_at(scheme, _values(dist, scheme, given), step))
         if scheme.takes_momentum(options):
             dist.momentum_rule(step)
         return StepContext(options, step, dist)

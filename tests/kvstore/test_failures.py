@@ -366,5 +366,6 @@ def test_a_script_that_catches_its_errors_still_learns_who_died(tmp_path):
     script = write_script(tmp_path, HEAD + CAUGHT)
     result = run_command(launch_command(script, 2, options=["-s", "1"], is_patient=True))
     assert result.returncode != 0
+    assert "Traceback" not in result.stderr, result.stderr  # what it has caught is not said again
     text = (tmp_path / "caught-worker-0").read_text()
     assert "server 0: worker 1 (process " in text and ") died" in text, text

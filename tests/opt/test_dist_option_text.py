@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,15 @@ class Hidden(opt.DecayScheduler):
 
     def call(self, step: int) -> float:
         return self.shares[step > 0]
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("value", ["False", math.nan, 0.3, None, np.array([1, 0])], ids=str)
+def test_a_schedule_of_a_flag_gives_true_or_false(value, use_graph):
+    train(alone(), {"dist_option": "sparseTopK:0.5", "corr": Hidden([1.0, False])}, {}, use_graph)
+    given = {"dist_option": "sparseTopK:0.5", "corr": Hidden([True, value])}
+    with pytest.raises(OptionError, match="corr = .* at step 1 must be True or False"):
+        train(alone(), given, {}, use_graph)
 
 
 DIFFERENT = {
