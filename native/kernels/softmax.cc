@@ -14,27 +14,42 @@
 namespace singa_lite {
 namespace softmax_loops {
 
+// What is long is summed in parts, and these in double.
+constexpr std::size_t kPart = 8192, kRowsOfPart = 512;
+
 CLONES float row(const float* x, float* y, std::size_t count, float* largest) {
-  float most = x[0], total = 0;
+  float most = x[0];
 #pragma omp simd reduction(max : most)
   for (std::size_t i = 0; i < count; ++i) most = x[i] > most ? x[i] : most;
-#pragma omp simd reduction(+ : total)
-  for (std::size_t i = 0; i < count; ++i) {
-    y[i] = vector_math::exp(x[i] - most);
-    total += y[i];
+  double total = 0;
+  for (std::size_t begin = 0; begin < count; begin += kPart) {
+    const std::size_t end = std::min(begin + kPart, count);
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (std::size_t i = begin; i < end; ++i) {
+      y[i] = vector_math::exp(x[i] - most);
+      part += y[i];
+    }
+    total += part;
   }
-  const float factor = 1 / total;
+  const float factor = float(1 / total);
   for (std::size_t i = 0; i < count; ++i) y[i] *= factor;
   *largest = most;
-  return total;
+  return float(total);
 }
 
 // dx = y (dy - sum of dy y)
 CLONES void row_backward(const float* dy, const float* y, float* dx, std::size_t count) {
-  float total = 0;
-#pragma omp simd reduction(+ : total)
-  for (std::size_t i = 0; i < count; ++i) total += dy[i] * y[i];
-  for (std::size_t i = 0; i < count; ++i) dx[i] = y[i] * (dy[i] - total);
+  double total = 0;
+  for (std::size_t begin = 0; begin < count; begin += kPart) {
+    const std::size_t end = std::min(begin + kPart, count);
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (std::size_t i = begin; i < end; ++i) part += dy[i] * y[i];
+    total += part;
+  }
+  const auto sum = float(total);
+  for (std::size_t i = 0; i < count; ++i) dx[i] = y[i] * (dy[i] - sum);
 }
 
 constexpr std::size_t kMostColumns = 256;  // side by side: what is kept of each stays in the first cache
@@ -42,32 +57,43 @@ constexpr std::size_t kLeastColumns = 16, kMostElements = 65536;  // of columns 
 
 // The softmax of each of `columns` columns; their elements are `step` apart.
 CLONES void columns(const float* x, float* y, std::size_t count, std::size_t columns, std::size_t step) {
-  float most[kMostColumns], total[kMostColumns] = {};
+  float most[kMostColumns];
+  double total[kMostColumns] = {};
   for (std::size_t i = 0; i < columns; ++i) most[i] = x[i];
   for (std::size_t row = 1; row < count; ++row)
     for (std::size_t i = 0; i < columns; ++i) most[i] = x[row * step + i] > most[i] ? x[row * step + i] : most[i];
+  for (std::size_t begin = 0; begin < count; begin += kRowsOfPart) {
+    float part[kMostColumns] = {};
+    for (std::size_t row = begin; row < std::min(begin + kRowsOfPart, count); ++row)
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < columns; ++i) {
+        const float power = vector_math::exp(x[row * step + i] - most[i]);
+        y[row * step + i] = power;
+        part[i] += power;
+      }
+    for (std::size_t i = 0; i < columns; ++i) total[i] += part[i];
+  }
+  float factor[kMostColumns];
+  for (std::size_t i = 0; i < columns; ++i) factor[i] = float(1 / total[i]);
   for (std::size_t row = 0; row < count; ++row)
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < columns; ++i) {
-      const float power = vector_math::exp(x[row * step + i] - most[i]);
-      y[row * step + i] = power;
-      total[i] += power;
-    }
-  for (std::size_t i = 0; i < columns; ++i) total[i] = 1 / total[i];
-  for (std::size_t row = 0; row < count; ++row)
-#pragma GCC ivdep
-    for (std::size_t i = 0; i < columns; ++i) y[row * step + i] *= total[i];
+    for (std::size_t i = 0; i < columns; ++i) y[row * step + i] *= factor[i];
 }
 
 CLONES void columns_backward(const float* dy, const float* y, float* dx, std::size_t count, std::size_t columns,
                              std::size_t step) {
-  float total[kMostColumns] = {};
-  for (std::size_t row = 0; row < count; ++row)
-    for (std::size_t i = 0; i < columns; ++i) total[i] += dy[row * step + i] * y[row * step + i];
+  double total[kMostColumns] = {};
+  for (std::size_t begin = 0; begin < count; begin += kRowsOfPart) {
+    float part[kMostColumns] = {};
+    for (std::size_t row = begin; row < std::min(begin + kRowsOfPart, count); ++row)
+      for (std::size_t i = 0; i < columns; ++i) part[i] += dy[row * step + i] * y[row * step + i];
+    for (std::size_t i = 0; i < columns; ++i) total[i] += part[i];
+  }
+  float sum[kMostColumns];
+  for (std::size_t i = 0; i < columns; ++i) sum[i] = float(total[i]);
   for (std::size_t row = 0; row < count; ++row)
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < columns; ++i)
-      dx[row * step + i] = y[row * step + i] * (dy[row * step + i] - total[i]);
+    for (std::size_t i = 0; i < columns; ++i) dx[row * step + i] = y[row * step + i] * (dy[row * step + i] - sum[i]);
 }
 
 }  // namespace softmax_loops

@@ -169,3 +169,18 @@ def test_batch_norm_statistics_of_many_rows_are_within_few_units_of_the_last_pla
     wide = x.astype(np.float64)
     assert last_places(mean, wide.mean((0, 2, 3)).astype(np.longdouble)).max() <= 4
     assert np.abs(inverse_std * np.sqrt(wide.var((0, 2, 3)) + 1e-5) - 1).max() < 1e-6
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_softmax_of_many_is_not_their_sequential_sum(backend: Backend, axis: int) -> None:
+    shape = (400_000, 2) if axis == 0 else (2, 400_000)
+    x = np.full(shape, -2.3, np.float32)  # whose powers are all rounded to the same side when they are added
+    x.swapaxes(0, axis)[0] = 0
+    powers = np.exp(x.astype(np.float64))
+    exact = powers / powers.sum(axis, keepdims=True)
+    got = run(backend, "softmax", x, out=np.empty_like(x), axis=axis)
+    assert np.abs(got / exact - 1).max() < 1e-5
+    dy = np.random.default_rng(5).uniform(1, 2, shape).astype(np.float32)
+    dx = run(backend, "softmax_backward", dy, got, out=np.empty_like(x), axis=axis)
+    wanted = got.astype(np.float64) * (dy - (got.astype(np.float64) * dy).sum(axis, keepdims=True))
+    assert np.abs(dx - wanted).max() < 1e-5 * np.abs(wanted).max()

@@ -172,7 +172,7 @@ class Hidden(opt.DecayScheduler):
 def test_a_schedule_of_a_flag_gives_true_or_false(value, use_graph):
     train(alone(), {"dist_option": "sparseTopK:0.5", "corr": Hidden([1.0, False])}, {}, use_graph)
     given = {"dist_option": "sparseTopK:0.5", "corr": Hidden([True, value])}
-    with pytest.raises(OptionError, match="corr = .* at step 1 must be True or False"):
+    with pytest.raises(OptionError, match=r"corr = .* at step 1 must be True or False"):
         train(alone(), given, {}, use_graph)
 
 
