@@ -9,9 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from ..errors import OptionError, check_number, is_one_of
-from ..sync.base import Scheme, types_of
-from ..sync.text import scheme_of_options
+from ..errors import OptionError, check_number
 from .schedule import DecayScheduler
 
 Option = Any  # a number, a bool, or a DecayScheduler of numbers
@@ -46,18 +44,6 @@ def check_options(scheme: Any, given: Mapping[str, Option]) -> None:
                 raise OptionError(f"{scheme.names[0]}: {name} = {value!r} must be True or False")
         elif float in accepted:
             check_number(scheme.names[0], name, value)
-
-
-def values_at(scheme: type[Scheme], given: Mapping[str, Option], step: int) -> dict[str, Any]:
-    """Return the values of ``given`` at ``step``; OptionError where a schedule of True and False gives another one."""
-    values = dict(given)
-    for name, value in given.items():
-        if isinstance(value, DecayScheduler):
-            values[name] = found = value(step)
-            is_bool = types_of(scheme_of_options(scheme, given)).get(name) is bool
-            if is_bool and not is_one_of(found, (False, True)):
-                raise OptionError(f"DistOpt: {name} = {found!r} at step {step} must be True or False")
-    return values
 
 
 def with_defaults(options: Any, names: Sequence[str]) -> Any:

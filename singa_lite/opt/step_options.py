@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-from ..errors import OptionError
-from ..sync.base import OptimizerView, Scheme, StepContext, option_names
+from ..errors import OptionError, is_one_of
+from ..sync.base import OptimizerView, Scheme, StepContext, option_names, types_of
 from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from .base import Optimizer
-from .options import Option, check_options, join_options, values_at, with_defaults
+from .options import Option, check_options, join_options, with_defaults
 from .schedule import DecayScheduler, described
 
 
@@ -73,7 +73,7 @@ class StepOptions:
     ) -> StepContext:
         """Return the step that is ``offset`` steps ahead; OptionError if the optimizer does not fit."""
         step = dist.opt._step_counter + offset
-        options = make_options(scheme, values_at(scheme, _values(dist, scheme, given), step))
+        options = make_options(scheme, _values_at(scheme, _values(dist, scheme, given), step))
         if scheme.takes_momentum(options):
             dist.momentum_rule(step)
         return StepContext(options, step, dist)
@@ -105,3 +105,15 @@ def _values(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) 
     """Return ``given`` with the default of ``spars`` if the scheme has that option."""
     takes_it = "spars" in option_names(scheme_of_options(scheme, given))
     return {"spars": dist.spars, **given} if takes_it else given
+
+
+def _values_at(scheme: type[Scheme], given: dict[str, Option], step: int) -> dict[str, Any]:
+    """Return the values of ``given`` at ``step``; OptionError where a schedule of True and False gives another one."""
+    values = dict(given)
+    for name, value in given.items():
+        if isinstance(value, DecayScheduler):
+            values[name] = found = value(step)
+            is_bool = types_of(scheme_of_options(scheme, given)).get(name) is bool
+            if is_bool and not is_one_of(found, (False, True)):
+                raise OptionError(f"DistOpt: {name} = {found!r} at step {step} must be True or False")
+    return values
