@@ -14,7 +14,7 @@
 namespace singa_lite {
 namespace softmax_loops {
 
-// What is long is summed in parts, and these in double.
+// A long sum is one of parts: float within a part, double over the parts.
 constexpr std::size_t kPart = 8192, kRowsOfPart = 512;
 
 CLONES float row(const float* x, float* y, std::size_t count, float* largest) {

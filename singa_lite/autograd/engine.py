@@ -30,6 +30,7 @@ from ..config import state, this_thread
 from ..device import Device
 from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError
 from ..graph.clock import begin_step, lap
+from ..graph.memory import Memory
 from ..tensor import Tensor
 from ..tensor.core import check_alike, check_tensor
 from .results import as_array, check_gradients, row_major_copies
@@ -139,6 +140,7 @@ class Node:
     """One recorded call: the operator, its context and where its inputs came from."""
 
     recomputed: Recomputed | None = None  # its output
+    untracked: tuple[Memory, ...] = ()  # while a step is recorded: of the inputs that take no gradient
     is_replayed = False  # whether it stands for a recorded step
 
     def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
@@ -271,6 +273,10 @@ class Operator:
         outputs = tuple([Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays)])
         if node is not None and not node.is_replayed:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
+            if recorder is not None:
+                node.untracked = recorder.memories_of(
+                    tensor.array for tensor, needed in zip(inputs, needs_grad, strict=True) if not needed
+                )
             is_recorded = recorder is not None and recorder.break_reason is None
             if is_recorded and autocast is not None and context.backend.recomputes:
                 node.keep_less(context, used, arrays[0])
@@ -415,7 +421,8 @@ def _why_used_up(node: Node) -> str:
     if isinstance(node, RecordedStep):
         return (
             "backward: this is, or was computed from, a result of a recorded step, through which no gradient flows; "
-            "take clone() of the result to go without, or compile its model with use_graph=False"
+            "take clone() of the result, or of what the step sets an attribute to, or compile its model with "
+            "use_graph=False"
         )
     return "backward: the record of this tensor, or a part of it, was used up by an earlier backward()"
 
@@ -499,6 +506,7 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     recorder = this_thread.recorder
     if recorder is not None:  # again, where forward passes and steps of this walk alternate
         recorder.phase = "Backward"
+        recorder.ends_of_gradients.update(node.untracked)
     dys = [
         gradient.array if gradient is not None else context.backend.zeros(shape, dtype)
         for gradient, (shape, dtype) in zip(arrived, node.outputs, strict=True)

@@ -19,7 +19,6 @@ from typing import Any
 
 from .. import _native
 from ..config import state
-from ..errors import CommError
 from .dispatch import DispatchCommunicator
 from .error_stream import tell, text_of
 from .failed_threads import check_no_failed_thread, fails_job, reason_of
@@ -94,7 +93,7 @@ class ExitHooks:
         return cancel
 
     def before_leaving(self, call: Callable[[], None]) -> None:
-        """Register ``call`` for the end of this process without an error; its CommError makes the exit code 1.
+        """Register ``call`` for the end of this process without an error; its exception makes the exit code 1.
 
         It is made earlier where the script itself calls MPI.Finalize(), and must do nothing the second time.
         """
@@ -103,7 +102,7 @@ class ExitHooks:
             try:
                 if not self._has_aborted:
                     call()
-            except CommError as error:
+            except Exception as error:  # MPI.Finalize(), which may have called this, would go on and wait
                 self.note_failure()
                 tell("".join(format_exception(error)))
                 self._abort(text_of(error))

@@ -68,7 +68,7 @@ class MpiJob:
         )
         self._message_watchdog(self.timeout_s, f"{type(error).__name__}: {error}")
         self._mpi = load_mpi()
-        # MPI.Finalize() begins with the attributes of COMM_SELF, the last one first
+        # MPI.Finalize() begins by deleting the attributes of COMM_SELF, the one that was set last first
         attribute = self._mpi.Comm.Create_keyval(delete_fn=lambda *_: self._before_finalize())
         self._mpi.COMM_SELF.Set_attr(attribute, None)
         self._message_watchdog(float("inf"), "running")

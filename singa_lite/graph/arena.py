@@ -39,7 +39,7 @@ def plan_offsets(lifetimes: list[Lifetime]) -> tuple[list[int], int]:
         (offset of each, in bytes, multiples of ALIGNMENT; bytes of the arena).
     """
     offsets = [0] * len(lifetimes)
-    # of those that have one, by it, in the columns: offset, end, first and last call
+    # of those that have an offset, sorted by it; rows: offset, end, first call, last call
     placed = np.empty((4, len(lifetimes)), np.int64)
     order = sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].num_bytes, i))
     for count, index in enumerate(order):

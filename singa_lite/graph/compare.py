@@ -119,7 +119,7 @@ def _compared(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _are_alike(old: Node, new: Node, same: SameMemory) -> bool:
-    if type(old) is not type(new) or old.name != new.name or old.phase != new.phase:
+    if type(old) is not type(new) or old.name != new.name:
         return False
     if isinstance(old, Kernel) and isinstance(new, Kernel):
         attributes = zip_longest(old.attributes.items(), new.attributes.items(), fillvalue=("", None))

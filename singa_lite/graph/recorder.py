@@ -45,6 +45,7 @@ class Recorder:
         is_partial: whether a fork has left a part of the step out.
         casts_again: whether an array was cast again which nothing on the tape has changed, see ``cast``.
         around_host: makes the ``with`` block in which Python runs that replays run too.
+        ends_of_gradients: memory of inputs of operators, to which ``backward`` gave no gradient as they take none.
         phase: "Backward" from a call of autograd.backward to the next operator that is recorded, else "Forward".
     """
 
@@ -57,6 +58,7 @@ class Recorder:
         self.is_partial = False
         self.casts_again = False
         self.around_host: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.ends_of_gradients: set[Memory] = set()
         self.phase = "Forward"
         self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
         self._watches: list[Any] = []  # weak references to those arrays
@@ -193,6 +195,18 @@ class Recorder:
         """Return whether a node writes to the memory of one of ``arrays``, whose views all nodes have in common."""
         memories = {self._known(array) for array in arrays}
         return any(view.memory in memories for node in self.nodes for view in node.outputs)
+
+    def memories_of(self, arrays: Iterable[Array]) -> tuple[Memory, ...]:
+        """Return the memory of those of ``arrays`` that the step has used."""
+        return tuple(memory for array in arrays if (memory := self._known(array)) is not None)
+
+    def behind_gradients(self) -> set[Memory]:
+        """Return the memory of what ``ends_of_gradients`` were computed from; more, where memory was used again."""
+        found = set(self.ends_of_gradients)
+        for node in reversed(self.nodes):
+            if any(view.memory in found for view in node.outputs):
+                found.update(view.memory for view in node.inputs)
+        return found
 
     def check_outputs(self, where: str, outputs: tuple[Array, ...], given: tuple[Array, ...]) -> None:
         """Break the graph if ``where`` made an array without a kernel; it may return what it was given."""

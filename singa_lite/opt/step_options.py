@@ -108,7 +108,7 @@ def _values(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) 
 
 
 def _values_at(scheme: type[Scheme], given: dict[str, Option], step: int) -> dict[str, Any]:
-    """Return the values of ``given`` at ``step``; OptionError where a schedule of True and False gives another one."""
+    """Return the values of ``given`` at ``step``; OptionError where that of a flag is neither True nor False."""
     values = dict(given)
     for name, value in given.items():
         if isinstance(value, DecayScheduler):

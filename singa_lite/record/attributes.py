@@ -59,7 +59,7 @@ class Attribute:
     def __init__(self, layer: object, name: str, label: str, value: Any) -> None:
         self.layer, self.name, self.label, self.value = layer, name, label, value
         self.objects: list[object] = []
-        self.structure, self.tensors = flatten(value, self._describe)
+        self.structure, self.tensors = flatten(value, self._describe, takes_results=True)
         self.arrays = [tensor.array for tensor in self.tensors]
         self.flags = list(map(_flags_of, self.tensors))
 
@@ -134,6 +134,8 @@ class Attributes:
         self._creator = RecordedStep()
         self._set: list[Tensor] = []  # copies of these that the attributes have
         self._read: list[int] = []  # of the inputs: numbers among those held
+        # numbers of those at which a gradient ended, and whether they were leaves: with others it would go on or not
+        self._ends: list[tuple[int, bool]] = []
 
     def finish(self, recorder: Recorder, inputs: list[Tensor]) -> list[weakref.ref[Tensor]]:
         """Find what the step has changed and set it as replays will; return the Tensors that the step had set.
@@ -186,11 +188,14 @@ class Attributes:
     def _find_inputs(self, olds: list[Attribute], known: list[Tensor], recorder: Recorder) -> None:
         """Find the Tensors of ``olds`` that the tape reads; each must have memory that no other ``known`` one has."""
         uses = Counter(id(root_of(tensor.array)) for tensor in known)
+        behind_gradients = recorder.behind_gradients() if olds else set()
         labelled = [(old.label, tensor) for old in olds for tensor in old.tensors]
         for number, (label, tensor) in enumerate(labelled):
             view = recorder.view(tensor.array)
             if view is None:
                 continue
+            if view.memory in behind_gradients:
+                self._ends.append((number, tensor.creator is None))
             if tensor.creator is not None and not tensor.creator.is_replayed:
                 reason = f"{label} was made by a recorded operator of an earlier step; use clone()"
                 recorder.break_graph(reason, is_lasting=False)
@@ -268,6 +273,9 @@ class Attributes:
             if not constant.is_like(constant.now()):
                 return False
         self._held = _tensors_of([*current, *self._constants]) if current or self._constants else []
+        for number, is_leaf in self._ends:
+            if (self._held[number].creator is None) != is_leaf:
+                return False
         return not (self._held or self._aliases) or _aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:

@@ -99,7 +99,7 @@ def is_users(value: Any) -> bool:
     if isinstance(value, FunctionType):  # whose __module__ may be that of a function it wraps
         return _is_users_file(str(value.__globals__.get("__name__")), value.__code__.co_filename)
     name = value.__module__ or ""
-    # or made by exec in a namespace without a name, or the class of Cython's functions
+    # or made by exec in a namespace without a name; the class of Cython's functions has a descriptor there
     if name == "builtins" or not isinstance(name, str):
         codes = [each.__code__ for each in vars(value).values() if isinstance(each, FunctionType)]
         return bool(codes) and _is_users_file("", codes[0].co_filename)

@@ -450,7 +450,7 @@ class Variables:
         if isinstance(value, itertools.count):
             return Same(value), repr(value)
         if isinstance(value, partial):
-            return Same(value), self._describe([value.args, value.keywords], seen)
+            return Same(value), self._describe([value.func, value.args, value.keywords], seen)
         if isinstance(value, MethodType):
             return Same(value.__func__), self._describe_object(value.__self__, seen)
         if id(value) in self._layers or id(value) in seen:

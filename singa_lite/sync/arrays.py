@@ -23,6 +23,7 @@ from ..graph.memory import address_of
 from ..graph.recorder import persist
 from ..graph.rounded import note_written
 from ..tensor import Tensor
+from ..tensor.checks import check_unmasked
 
 RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 RawOrTensors = RawOrTensor | Iterable[RawOrTensor]
@@ -69,6 +70,7 @@ def raw_array(where: str, tensor: RawOrTensor, writes: bool = True) -> Any:
         persist(array)
     if not isinstance(array, np.ndarray) and not is_cuda_array(array):
         raise DTypeError(f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
+    check_unmasked(where, "array", array)
     if writes:
         note_written(array)
     if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):

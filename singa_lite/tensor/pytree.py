@@ -49,7 +49,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def flatten(
-    value: object, describe: Callable[[object], Hashable] | None = None
+    value: object, describe: Callable[[object], Hashable] | None = None, takes_results: bool = False
 ) -> tuple[Hashable, list[Tensor]]:
     """Take a pytree apart.
 
@@ -59,6 +59,7 @@ def flatten(
             they are the same.
         describe: called with any other object, or a dict or dataclass with attributes beside its items or fields,
             returns what represents it; None raises.
+        takes_results: whether results of recorded steps count as leaves of the autograd graph.
 
     Returns:
         (structure, Tensors): two pytrees with equal structures differ in the values of their Tensors alone; shapes,
@@ -68,7 +69,7 @@ def flatten(
         OpaqueLeafError: another object, without ``describe``; the text is its type's name.
     """
     found: list[Tensor] = []
-    return _walk(value, found, describe or _raise), found
+    return _walk(value, found, describe or _raise, takes_results), found
 
 
 def rebuild(value: Any, tensors: Iterator[Any]) -> Any:
@@ -96,18 +97,25 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable]) -> Hashable:
+def _walk(
+    value: Any, found: list[Tensor], describe: Callable[[object], Hashable], takes_results: bool
+) -> Hashable:
     form = _form_of(value.__class__)
     if form == "tensor":
         found.append(value)
-        array, flags = value.array, (value.requires_grad, value.stores_grad, value.creator is None)
+        array, creator = value.array, value.creator
+        flags = (
+            value.requires_grad,
+            value.stores_grad,
+            creator is None or (takes_results and creator.is_replayed),
+        )
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
     if form == "plain" or (form == "function" and _is_free(value)):
         # of two zeros the sign, and likewise
         return type(value), (repr(value),) if not value or isinstance(value, TOLD_APART) else value
     if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
         return describe(value)
-    walk = partial(_walk, found=found, describe=describe)
+    walk = partial(_walk, found=found, describe=describe, takes_results=takes_results)
     if form == "dict":
         return type(value), (*map(_key, value), *map(walk, value.values()))
     if form == "dataclass":
