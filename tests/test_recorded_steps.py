@@ -446,14 +446,16 @@ def test_a_batch_object_that_is_used_again_is_not_frozen() -> None:
     assert_alike(Listens, 0, "SimpleNamespace", call=call)
 
 
-def test_an_input_that_is_changed_in_place_changes_for_the_caller() -> None:
+@pytest.mark.parametrize("second", [False, True])
+def test_an_input_that_is_changed_in_place_changes_for_the_caller(second: bool) -> None:
     class Doubles(Net):
         def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
-            x *= 2.0
+            changed = y if second else x
+            changed *= 2.0
             return super().train_one_batch(x, y)
 
     def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
-        return net(x, y), x
+        return net(x, y), x, y
 
     assert_alike(Doubles, 0, "changes an input in place", call=call)
 

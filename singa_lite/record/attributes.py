@@ -7,9 +7,10 @@ the walk over the layers (layer/base.py).
 Note [attributes]: a step may read Tensors from attributes of its layers and set attributes (``self.total = self.total +
 loss``). A replay runs only where an attribute that the step changes holds what it held before the recorded step, up to
 the values of its Tensors; it reads these, and sets the attribute as the step did, to new Tensors. Through one that an
-operator has made no gradient flows, as through a result of the step: ``backward`` would be a GraphError. All other
-attributes must be what they were when the step was recorded, and two that held one Tensor must hold one again, as
-a step that sets one to the other's Tensor may then have changed nothing.
+operator has made no gradient flows, as through a result of the step: ``backward`` would be a GraphError. So a record
+fits both such a Tensor and a leaf, unless ``backward`` ended at what was there when the step was recorded. All other
+attributes must be what they were then, and two that held one Tensor must hold one again, as a step that sets one to the
+other's Tensor may then have changed nothing.
 """
 
 from __future__ import annotations

@@ -171,9 +171,10 @@ class Hidden(opt.DecayScheduler):
 @pytest.mark.parametrize("value", ["False", math.nan, 0.3, None, np.array([1, 0])], ids=str)
 def test_a_schedule_of_a_flag_gives_true_or_false(value, use_graph):
     train(alone(), {"dist_option": "sparseTopK:0.5", "corr": Hidden([1.0, False])}, {}, use_graph)
-    given = {"dist_option": "sparseTopK:0.5", "corr": Hidden([True, value])}
-    with pytest.raises(OptionError, match=r"corr = .* at step 1 must be True or False"):
-        train(alone(), given, {}, use_graph)
+    for dist_option in ("sparseTopK:0.5", "hierarchical:sparseTopK:0.5"):
+        given = {"dist_option": dist_option, "corr": Hidden([True, value])}
+        with pytest.raises(OptionError, match=r"corr = .* at step 1 must be True or False"):
+            train(alone(), given, {}, use_graph)
 
 
 DIFFERENT = {
