@@ -132,7 +132,6 @@ def test_the_metadata_ask_for_little_and_offer_the_extras(wheel):
         "bench",
         "notebook",
         "test",
-        "onnx",
         "cuda12",
         "cuda13",
     }
@@ -243,7 +242,6 @@ HEAVY = {
     "cupy",
     "mpi4py",
     "matplotlib",
-    "onnx",
     "threadpoolctl",
     "asyncio",
     "setuptools",

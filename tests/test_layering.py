@@ -63,7 +63,6 @@ DATA_SEES = {"errors", "config", "users_line"}
 OPTIONAL = {
     "cupy",
     "mpi4py",
-    "onnx",
     "matplotlib",
     "safetensors",
     "threadpoolctl",

@@ -305,7 +305,7 @@ def _walk_layer(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str
             if isinstance(entry, Layer):
                 own = _walk_own if _has_own_states(entry) else _walk_layer
                 yield from own(entry, f"{name}.", seen)
-            elif isinstance(entry, Tensor) and (entry.creator is None or entry.creator.is_replayed):
+            elif isinstance(entry, Tensor) and not entry.is_recorded:
                 is_param = entry.stores_grad
                 if is_param or attribute in layer.buffers:
                     seen.add(id(entry))

@@ -197,7 +197,7 @@ class Attributes:
                 continue
             if view.memory in behind_gradients:
                 self._ends.append((number, tensor.creator is None))
-            if tensor.creator is not None and not tensor.creator.is_replayed:
+            if tensor.is_recorded:
                 reason = f"{label} was made by a recorded operator of an earlier step; use clone()"
                 recorder.break_graph(reason, is_lasting=False)
             elif recorder.writes([tensor.array]):

@@ -326,7 +326,7 @@ def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 def _unfit(tensors: list[Tensor], has_overlap: bool) -> str | None:
     """Why a step on such inputs cannot be recorded: a record works on copies, through which no gradient flows."""
-    if any(tensor.creator is not None and not tensor.creator.is_replayed for tensor in tensors):
+    if any(tensor.is_recorded for tensor in tensors):
         return "an input was made by a recorded operator; pass x.clone()"
     if has_overlap:
         return "two inputs share memory, or one does with a Tensor that the step writes; pass x.clone()"

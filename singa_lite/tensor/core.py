@@ -189,6 +189,11 @@ class Tensor:
         """Return whether it is a leaf: no recorded operator made it."""
         return self.creator is None
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether an operator made it and backward can go through that; False for a result of a recorded step."""
+        return self.creator is not None and not self.creator.is_replayed
+
     def is_transpose(self) -> bool:
         """Return False: ``transpose`` copies."""
         return False
@@ -568,12 +573,11 @@ class Tensor:
 
     def check_leaf(self, what: str) -> None:
         """Raise a GraphError if an operator made this tensor and recorded it."""
-        if self.creator is not None and self.creator.is_replayed:
-            self.creator = None  # a result of a recorded step, a copy through which no gradient flows
-        if self.creator is not None:
+        if self.is_recorded:
             raise GraphError(
                 f"{what}: changing a recorded tensor in place would falsify its gradients; write a = a + b"
             )
+        self.creator = None  # that of a recorded step, from which it is a copy
 
     # ---- norms -------------------------------------------------------------------------------------
 
