@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt, tensor
-from singa_lite.errors import CheckpointError, DTypeError, GraphError
+from singa_lite.errors import CheckpointError, DTypeError, GraphError, ShapeError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 
 
@@ -117,6 +117,89 @@ def test_a_layer_that_returns_no_tensors_by_name_is_an_error(states: Any) -> Non
 
 
 # ---- tensors, optimizers, files ------------------------------------------------------------------------------
+
+
+class Scale(layer.Layer):
+    """As SINGA's own layers are written: parameters without a name, given by their names."""
+
+    def initialize(self, x: Tensor) -> None:
+        self.W, self.b = (Tensor((2,), requires_grad=True, stores_grad=True) for _ in range(2))
+        self.W.set_value(1.5)
+        self.steps = Tensor((1,), name=f"{self.name}{layer.Layer.sep}steps")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return autograd.add_bias(autograd.mul(x, self.W), self.b)
+
+    def get_params(self) -> dict[str | None, Tensor]:
+        return {self.W.name: self.W, self.b.name: self.b}
+
+    def get_states(self) -> dict[str | None, Tensor]:
+        return {**self.get_params(), self.steps.name: self.steps}
+
+
+class Scaled(model.Model):
+    """A Model of a state of its own, as SINGA's char_rnn; parts of it are in a function alone, as in SINGA's ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hx, self.scale, linear = Tensor((1, 2)), Scale(), layer.Linear(2)
+        self.down = lambda x: linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.down(x))
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+    def get_states(self) -> dict[str, Tensor]:
+        states = super().get_states()
+        assert self.hx.name is not None
+        states[self.hx.name] = self.hx
+        return states
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_model_written_as_singas_is_saved_whole(tmp_path: Path, use_graph: bool) -> None:
+    rng, ends = np.random.default_rng(0), []
+    batches = [[from_numpy(rng.standard_normal((4, 2)).astype(np.float32)) for _ in "xy"] for _ in range(4)]
+    first, second = Scaled(), Scaled()
+    for net in (first, second):
+        net.set_optimizer(opt.SGD(0.1, momentum=0.9))
+        net.compile([batches[0][0]], use_graph=use_graph)
+    for batch in batches:
+        first(*batch)
+    first.save_states(tmp_path / "scaled.zip")
+    second.load_states(tmp_path / "scaled.zip")
+    for net in (first, second):
+        net(*batches[0])
+        ends.append({name: to_numpy(state) for name, state in net.get_states().items()})
+    params = ["scale.W", "scale.b", "down.linear.W", "down.linear.b"]
+    assert sorted(ends[0]) == sorted([*params, "scale.steps", "hx"])
+    assert [param.name for param in first.get_params().values()] == params
+    for name, value in ends[0].items():
+        np.testing.assert_array_equal(value, ends[1][name], err_msg=name)
+
+
+def test_a_key_that_is_no_name_is_an_error() -> None:
+    class Numbered(layer.Layer):
+        def get_params(self) -> Any:
+            return {1: self.own}
+
+    net = Holder(Numbered())
+    net.held.own = Tensor((1,), stores_grad=True)
+    with pytest.raises(DTypeError, match="must have names as keys, not 1"):
+        net.get_params()
+
+
+def test_the_truth_of_a_parameter_is_an_error_that_names_the_way() -> None:
+    bias = Tensor((1,), requires_grad=True, stores_grad=True)  # SINGA: always true
+    with pytest.raises(DTypeError, match="write `is not None`"):
+        bool(bias)
+    assert not Tensor((1,)) and bias == 0
+    with pytest.raises(ShapeError, match="write `is not None`"):
+        bool(Tensor((2,)))
 
 
 def test_dtypes_by_singas_words_are_of_32_bits() -> None:

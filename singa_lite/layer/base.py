@@ -4,16 +4,20 @@
 Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter; one whose name is in the
 class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts, and
 in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
-assignment, which may be another on another rank; a tensor two layers share counts once, under its first name. A layer
-whose class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it too; values are
-copied into these Tensors, and ``set_params`` of such a layer is not called.
+assignment, which may be another on another rank; a tensor two layers share counts once, under its first name. Last come
+the variables that a function in an attribute has enclosed, as in SINGA's ResNet: ``downsample.conv.W``. A layer
+whose class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it too; a key that is
+the Tensor's own name stands for the attribute that holds it. Values are copied into these Tensors, and ``set_params``
+of such a layer is not called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -41,6 +45,7 @@ class Layer:
         buffers: names of Tensor attributes that are states without gradient.
         unrecorded_attributes: names of attributes that a recorded step leaves as they are and does not depend on.
             A record looks at all others before each replay, so a counter that the step does not use can be named here.
+        sep: what is between the parts of a path.
 
     Example:
         >>> class Block(Layer):
@@ -56,6 +61,7 @@ class Layer:
     name: str | None = None
     buffers: tuple[str, ...] = ()
     unrecorded_attributes: tuple[str, ...] = ("_is_initialized",)
+    sep = "."
     _is_initialized = False
 
     def __init__(self) -> None:
@@ -88,7 +94,12 @@ class Layer:
     def __str__(self) -> str:
         """Return a tree of the layers with their parameters and how many numbers these hold; what ``print`` shows."""
         hint = "" if self._is_initialized else "; parameters are made at the first call"
-        return "\n".join([f"{self!r}: {self._count()} parameters{hint}", *self._branches({id(self)})])
+        seen = {id(self)}
+        lines = [f"{self!r}: {self._count()} parameters{hint}", *self._branches(seen)]
+        for path, layer in layers_of(self):  # what functions have enclosed
+            if id(layer) not in seen:
+                lines += layer._branch(path, seen)
+        return "\n".join(lines)
 
     def _count(self) -> int:
         return sum(tensor.size() for tensor in self.get_params().values())
@@ -98,16 +109,26 @@ class Layer:
         for attribute, value in vars(self).items():
             for name, entry in items(attribute, value):
                 if isinstance(entry, Layer) and id(entry) not in seen:
-                    seen.add(id(entry))
-                    yield f"  {name}: {type(entry).__name__}, {entry._count()} parameters"
-                    yield from (f"  {line}" for line in entry._branches(seen))
+                    yield from entry._branch(name, seen)
                 elif isinstance(entry, Tensor) and entry.creator is None and entry.stores_grad:
                     yield f"  {name} {entry.dtype}{list(entry.shape)}: {entry.size()}"
 
+    def _branch(self, path: str, seen: set[int]) -> Iterator[str]:
+        seen.add(id(self))
+        yield f"  {path}: {type(self).__name__}, {self._count()} parameters"
+        yield from (f"  {line}" for line in self._branches(seen))
+
     def __setattr__(self, name: str, value: object) -> None:
-        for path, layer in _layers_in(name, value):
-            if layer.name is None:
-                object.__setattr__(layer, "name", path)
+        for path, entry in items(name, value):
+            if isinstance(entry, Layer) and entry.name is None:
+                object.__setattr__(entry, "name", path)
+        if (
+            isinstance(value, Tensor)
+            and value.name is None
+            and value.creator is None
+            and _has_own_states(self)
+        ):
+            value.name = name  # a key in get_params() and get_states() as SINGA's layers write them
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
@@ -144,14 +165,29 @@ class Layer:
         """Copy values into all parameters and buffers; as ``set_params``, with the names of ``get_states``."""
         self._assign("set_states", self.get_states(), states)
 
-    def register_layers(self, *layers: Layer) -> None:
+    def register_layers(self, *layers: Layer | Mapping[str, Layer]) -> None:
         """Add sub-layers as ``<Class>_<number>``, which is the index in ``layers`` or the next that is free.
 
-        Kept for SINGA scripts, as lists are searched anyway.
+        A dict has the names as its keys. For SINGA scripts, as lists are searched anyway: what a list holds too has the
+        path that it has in SINGA's files.
         """
-        for index, layer in enumerate(layers):
-            names = (f"{type(layer).__name__}_{number}" for number in itertools.count(index))
-            setattr(self, next(name for name in names if name not in vars(self)), layer)
+        found: dict[str, Any] = {}
+        if len(layers) == 1 and isinstance(layers[0], Mapping):
+            found.update(layers[0])
+        else:
+            for index, layer in enumerate(layers):
+                names = (f"{type(layer).__name__}_{number}" for number in itertools.count(index))
+                found[next(name for name in names if name not in {*vars(self), *found})] = layer
+        ids, held = set(map(id, found.values())), dict(vars(self))
+        vars(self).clear()
+        for name, value in held.items():
+            if any(id(entry) in ids for _, entry in items(name, value)):
+                vars(self).update(found)  # ahead of what holds one too, as the first name counts
+            vars(self)[name] = value
+        for name, layer in found.items():
+            setattr(self, name, layer)
+            if isinstance(layer, Layer):
+                object.__setattr__(layer, "name", name)
 
     def _assign(self, where: str, targets: dict[str, Tensor], values: Values) -> None:
         if not isinstance(values, Mapping):
@@ -182,7 +218,11 @@ class Layer:
 
     def _walk(self) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, tensor, whether it is a parameter) of every state, each tensor and layer once."""
-        return _walk_layer(self, "", set())
+        seen: set[int] = set()
+        functions: list[tuple[str, FunctionType]] = []
+        yield from _walk_layer(self, "", seen, functions)
+        for path, value in _enclosed(functions):
+            yield from _walk_value(path, value, False, seen, functions)
 
     # ---- for subclasses ----------------------------------------------------------------------------
 
@@ -274,42 +314,70 @@ def items(path: str, value: object) -> Iterator[tuple[str, object]]:
         yield from items(f"{path}.{key}", entry)
 
 
-def _layers_in(path: str, value: object) -> Iterator[tuple[str, Layer]]:
-    for name, entry in items(path, value):
-        if isinstance(entry, Layer):
-            yield name, entry
-
-
 def layers_of(root: Layer) -> Iterator[tuple[str, Layer]]:
     """Give ``root`` and all layers below it with their paths from it, each once."""
     seen: set[int] = set()
+    functions: list[tuple[str, FunctionType]] = []
 
     def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
         seen.add(id(layer))
         yield path, layer
         for name, value in vars(layer).items():
-            for label, below in _layers_in(f"{path}.{name}" if path else name, value):
-                if id(below) not in seen:
-                    yield from walk(below, label)
+            yield from below(f"{path}.{name}" if path else name, value)
 
-    return walk(root, "")
+    def below(path: str, value: object) -> Iterator[tuple[str, Layer]]:
+        for name, entry in items(path, value):
+            if isinstance(entry, Layer) and id(entry) not in seen:
+                yield from walk(entry, name)
+            elif isinstance(entry, FunctionType) and id(entry) not in seen:
+                seen.add(id(entry))
+                functions.append((name, entry))
+
+    yield from walk(root, "")
+    for path, value in _enclosed(functions):
+        yield from below(path, value)
 
 
-def _walk_layer(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor, bool]]:
-    """See Layer._walk; ``seen`` holds the id() of objects that are alive because ``layer`` holds them."""
+def _enclosed(functions: list[tuple[str, FunctionType]]) -> Iterator[tuple[str, object]]:
+    """Give the variables that ``functions`` have enclosed as (path, value), also of those added meanwhile."""
+    for path, function in functions:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield f"{path}.{name}", cell.cell_contents
+
+
+def _walk_layer(
+    layer: Layer, prefix: str, seen: set[int], functions: list[tuple[str, FunctionType]]
+) -> Iterator[tuple[str, Tensor, bool]]:
+    """See Layer._walk.
+
+    Args:
+        seen: the id() of objects that are alive because a layer holds them.
+        functions: those that are found are added, with their paths.
+    """
     seen.add(id(layer))
     for attribute, value in vars(layer).items():
-        for name, entry in items(prefix + attribute, value):
-            if id(entry) in seen:
-                continue
-            if isinstance(entry, Layer):
-                own = _walk_own if _has_own_states(entry) else _walk_layer
-                yield from own(entry, f"{name}.", seen)
-            elif isinstance(entry, Tensor) and not entry.is_recorded:
-                is_param = entry.stores_grad
-                if is_param or attribute in layer.buffers:
-                    seen.add(id(entry))
-                    yield name, entry, is_param
+        yield from _walk_value(prefix + attribute, value, attribute in layer.buffers, seen, functions)
+
+
+def _walk_value(
+    path: str, value: object, is_buffer: bool, seen: set[int], functions: list[tuple[str, FunctionType]]
+) -> Iterator[tuple[str, Tensor, bool]]:
+    """As ``_walk_layer``, what an attribute holds."""
+    for name, entry in items(path, value):
+        if id(entry) in seen:
+            continue
+        if isinstance(entry, Layer):
+            if _has_own_states(entry):
+                yield from _walk_own(entry, f"{name}.", seen)
+            else:
+                yield from _walk_layer(entry, f"{name}.", seen, functions)
+        elif isinstance(entry, FunctionType):
+            seen.add(id(entry))
+            functions.append((name, entry))
+        elif isinstance(entry, Tensor) and not entry.is_recorded and (entry.stores_grad or is_buffer):
+            seen.add(id(entry))
+            yield name, entry, entry.stores_grad
 
 
 def _has_own_states(layer: Layer) -> bool:
@@ -327,8 +395,14 @@ def _walk_own(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, 
             raise DTypeError(
                 f"{layer!r}: get_params and get_states must return Tensors by name, not {values!r}"
             )
+    attributes = {id(value): attribute for attribute, value in vars(layer).items()}
     for name, tensor in {**params, **states}.items():
         check_tensor(repr(layer), tensor)
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield prefix + name, tensor, name in params
+            path = attributes.get(id(tensor), name) if name == tensor.name else name
+            if not isinstance(path, str):
+                raise DTypeError(
+                    f"{layer!r}: get_params and get_states must have names as keys, not {name!r}"
+                )
+            yield prefix + path, tensor, name in params

@@ -219,7 +219,13 @@ class Tensor:
     def __bool__(self) -> bool:
         if self.size() != 1:
             raise ShapeError(
-                f"the truth value of a Tensor of shape {self.shape} is not defined; reduce it first"
+                f"the truth value of a Tensor of shape {self.shape} is not defined; reduce it first, or write `is not "
+                "None` to ask whether there is one"
+            )
+        if self.stores_grad:  # SINGA's Tensors are always true
+            raise DTypeError(
+                "the truth value of a parameter is not defined; write `is not None` to ask whether there is one, or "
+                "compare it with a number"
             )
         return bool(to_numpy(self).reshape(())[()])
 

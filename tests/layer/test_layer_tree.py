@@ -117,6 +117,61 @@ def test_layers_registered_later_take_no_name_away() -> None:
     assert len(vars(holder)) == 4
 
 
+def test_a_registered_layer_has_the_path_of_singas_files_also_if_a_list_holds_it() -> None:
+    holder = Layer()
+    holder.first, holder.parts, holder.last = Linear(3), [Linear(2), ReLU(), Linear(1)], Linear(4)
+    holder.register_layers(*holder.parts)
+    x = holder.first(Tensor((1, 3)))
+    for part in (*holder.parts, holder.last):
+        x = part(x)
+    names = ["first", "Linear_0", "Linear_2", "last"]
+    assert list(holder.get_params()) == [f"{name}.{param}" for name in names for param in "Wb"]
+    assert holder.parts[0].name == "Linear_0"
+
+
+def test_layers_are_registered_by_the_keys_of_a_dict() -> None:
+    holder = Layer()
+    holder.register_layers({"first": Linear(2), "second": Linear(1)})
+    holder.second(holder.first(Tensor((1, 3))))
+    assert list(holder.get_params()) == ["first.W", "first.b", "second.W", "second.b"]
+
+
+class Enclosing(Layer):
+    """Layers that functions alone hold, one of which an attribute holds as well, and a function that holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden, shared, later = Linear(3), Linear(4), Linear(5)
+
+        def inner(x: Tensor) -> Tensor:
+            return hidden(x)
+
+        def outer(x: Tensor, again: bool = True) -> Tensor:
+            return outer(shared(inner(x)), again=False) if again else self.last(x)
+
+        def unassigned() -> object:
+            return missing
+
+        self.run, self.rest, self.never = outer, [lambda x: later(x)], unassigned
+        self.last, self.shared = Linear(1), shared
+        if len(self.rest) > 1:
+            missing = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest[0](self.run(x))
+
+
+def test_layers_that_a_function_encloses_are_found_last() -> None:
+    net = Enclosing()
+    net(Tensor((2, 2)))
+    paths = ["last", "shared", "rest.0.later", "run.inner.hidden"]
+    assert list(net.get_params()) == [f"{path}.{param}" for path in paths for param in "Wb"]
+    assert str(net).splitlines()[0] == "Enclosing: 40 parameters"
+    assert [line.split(":")[0] for line in str(net).splitlines() if "Linear" in line] == [
+        f"  {p}" for p in paths
+    ]
+
+
 def test_two_parameters_of_one_name_are_an_error() -> None:
     holder = Layer()
     holder.parts = {1: Linear(2), "1": Linear(2)}
