@@ -99,7 +99,12 @@ class LinkWork(Work):
         times = self._moved._times()
         if times is None or self.end_ns is None:
             return None
-        return times._replace(ended=max(times.ended, self.end_ns / SECOND_NS))
+        called = self.calls / SECOND_NS  # before the ranks called what moves the data, unless the link was in use
+        return Times(
+            min(times.posted, called[self._communicator.rank].item()),
+            min(times.all_there, called.max().item()),
+            max(times.ended, self.end_ns / SECOND_NS),
+        )
 
 
 class LinkCommunicator(Communicator):

@@ -297,6 +297,28 @@ def test_the_times_of_a_collective_end_when_it_ends_on_the_link():
             assert times.ended == end_ns / SECOND
 
 
+def times_with_a_pause(c: Communicator) -> Any:
+    def clock() -> int:
+        """As a clock whose reader is kept from its core, on one rank, before it goes on to move data."""
+        now = time.monotonic_ns()
+        if c.rank == 1:
+            time.sleep(0.02)
+        return now
+
+    work: Any = LinkCommunicator(c, Link(8_000_000, 3 * MS), clock=clock).all_reduce(
+        np.ones(9, np.float32), "sum"
+    )
+    work.wait()
+    return work.times()
+
+
+@needs_ranks
+def test_the_link_takes_as_long_where_a_rank_is_kept_from_its_core_in_the_call():
+    for times in run_ranks(times_with_a_pause, 3):
+        assert times.posted <= times.all_there
+        assert times.ended - times.all_there >= 4 * 3e-3  # 4 hops
+
+
 # ---- real waits --------------------------------------------------------------------------------------
 
 
