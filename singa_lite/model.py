@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +67,13 @@ class Model(Layer):
                 f"{type(self).__name__} has no attribute {name!r}: its __init__ must call super().__init__() first"
             )
         return super().__getattr__(name)
+
+    def __copy__(self) -> Model:
+        """Return a model of the same layers and optimizer, with records of its own."""
+        new = type(self).__new__(type(self))
+        vars(new).update(vars(self))
+        new._records = copy.copy(self._records)
+        return new
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Choose what ``self.optimizer(loss)`` calls in ``train_one_batch``; before or after ``compile``.
@@ -233,7 +242,15 @@ class Model(Layer):
         outer, this_thread.model = this_thread.model, self
         try:
             with autocast_like(self._precision):
-                return self.train_one_batch(*inputs, **options)
+                result = self.train_one_batch(*inputs, **options)
+            if isinstance(result, (GeneratorType, CoroutineType, AsyncGeneratorType)):
+                if isinstance(result, CoroutineType):
+                    result.close()  # or Python warns that it was never awaited
+                raise GraphError(
+                    f"{type(self).__name__}: train_one_batch is a generator or a coroutine, none of which has run yet; "
+                    "write it without yield and async"
+                )
+            return result
         except (AttributeError, TypeError) as error:
             if self._optimizer is None and "'NoneType' object" in str(error):
                 raise GraphError(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model: compile, modes, options, checkpoints."""
 
+import copy
 import threading
 import zipfile
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -551,6 +553,41 @@ def wraps_another(communicator):
 def test_what_a_dist_opt_of_several_ranks_wraps_is_no_models_optimizer():
     assert all("each rank would train by itself" in text for text in run_ranks(wraps_another, 2))
     assert wraps_another(LocalCommunicator(World())) == ""
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_copy_of_a_model_has_records_of_its_own(use_graph: bool) -> None:
+    """``copy.copy`` shares layers and optimizer, and replays no step of the other's."""
+    ends = []
+    for may_replay in (False, use_graph):
+        net = compiled(use_graph=may_replay)
+        for step in range(3):
+            net(*batch(step))
+        twin = copy.copy(net)
+        assert twin.graph_info() == [] and twin.conv is net.conv and twin.optimizer is net.optimizer
+        twin.relu = layer.Sigmoid()
+        ends.append([to_numpy(each(*batch(step))[1]).item() for step in range(3) for each in (twin, net)])
+    np.testing.assert_allclose(ends[1], ends[0], rtol=1e-5)
+
+
+class Lazy(Net):
+    def train_one_batch(self, x, y):
+        yield super().train_one_batch(x, y)
+
+
+class Awaited(Net):
+    async def train_one_batch(self, x, y):
+        return super().train_one_batch(x, y)
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("kind", [Lazy, Awaited])
+def test_a_step_that_would_run_later_is_an_error(kind: Any, use_graph: bool) -> None:
+    net = compiled(use_graph=use_graph, kind=kind)
+    for _ in range(3):
+        with pytest.raises(GraphError, match="none of which has run yet; write it without yield and async"):
+            net(*batch(0))
+    assert net.optimizer.step_counter == 0
 
 
 def test_a_model_that_skips_the_base_class_is_told_so() -> None:

@@ -99,7 +99,9 @@ class LinkWork(Work):
         times = self._moved._times()
         if times is None or self.end_ns is None:
             return None
-        called = self.calls / SECOND_NS  # before the ranks called what moves the data, unless the link was in use
+        called = (
+            self.calls / SECOND_NS
+        )  # before the ranks called what moves the data, unless the link was in use
         return Times(
             min(times.posted, called[self._communicator.rank].item()),
             min(times.all_there, called.max().item()),

@@ -185,6 +185,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._thresholds: dict[Scheme, int] = {}  # this object's when a scheme was made
         self._ranks = Consistency(world, self._sums, check_every)
+        self._compared_opt = self.opt  # that the ranks have compared, or will at the next step
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
         self._inside, self._between = Traffic(), Traffic()  # of the last step
@@ -402,6 +403,9 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def _guard_attributes(self) -> None:
         """Check what attributes were set to between steps, and have recorded steps see them."""
         _check_opt(self)
+        if self.opt is not self._compared_opt:  # it may be another on each rank
+            self._compared_opt = self.opt
+            self._ranks.states_loaded()
         if type(self) is DistOpt and (added := vars(self).keys() - self._own):
             self._check_added(added)
         guard(

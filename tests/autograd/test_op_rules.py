@@ -647,6 +647,18 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
         ShapeError,
         r"\(0, 3, 4, 4\): there is no mean of a batch of nothing",
     ),
+    (
+        "batchnorm of one value",
+        lambda: autograd.batchnorm_2d(ones(1, 3), ones(3), ones(3), ones(3), ones(3)),
+        ShapeError,
+        r"\(1, 3\): one value of a channel has no variance",
+    ),
+    (
+        "batchnorm of one pixel",
+        lambda: autograd.batchnorm_2d(ones(1, 3, 1, 1), ones(3), ones(3), ones(3), ones(3)),
+        ShapeError,
+        r"\(1, 3, 1, 1\): one value of a channel has no variance",
+    ),
     ("mse shapes", lambda: autograd.mse_loss(ones(2, 1), ones(2)), ShapeError, "one shape"),
     ("gelu of ints", lambda: autograd.gelu(ids(1)), DTypeError, "gelu: needs float"),
     ("gelu by another way", lambda: autograd.gelu(ones(1), "erf"), OptionError, "approximate = 'erf'"),

@@ -396,6 +396,31 @@ def test_one_rank_may_load_what_all_have_after_an_exception(use_graph: bool) -> 
     assert run_ranks(loads_on_rank_0, 2, use_graph) == [""] * 2
 
 
+def sets_another_optimizer(communicator: Any, use_graph: bool, kind: str) -> str:
+    net, x = Branches(), Tensor(data=np.full((3, 4), communicator.rank + 1.0))
+    net.set_optimizer(sgd := opt.DistOpt(opt.SGD(0.1), communicator=communicator))
+    net.compile([x], is_train=True, use_graph=use_graph)
+    for _ in range(3):
+        net(x, x)
+    if kind != "one rank" or communicator.rank == 1:
+        sgd.opt = opt.SGD(0.1 * (communicator.rank + 1 if kind == "other rates" else 1))
+    try:
+        for _ in range(3):
+            net(x, x)
+    except CommError as error:
+        return str(error)
+    return str(sgd.opt.step_counter)
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize(
+    ("kind", "text"), [("equal", "^3$"), ("other rates", r"lr.*0\.1.*0\.2"), ("one rank", "their optimizers")]
+)
+def test_ranks_compare_an_optimizer_that_is_set_between_steps(kind: str, text: str, use_graph: bool) -> None:
+    for found in run_ranks(sets_another_optimizer, 3, use_graph, kind):
+        assert re.search(text, found, re.DOTALL), found
+
+
 @pytest.mark.parametrize("then", ["call", "fp32", "by hand", "load"])
 def test_what_a_scheme_keeps_of_an_update_that_an_exception_ended_is_warned_of_once(then: str) -> None:
     rate = Failing(0.1)

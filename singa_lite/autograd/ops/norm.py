@@ -40,6 +40,11 @@ class BatchNorm2d(Operator):
             raise ShapeError(f"batchnorm_2d: x must be (N, C, H, W) or (N, C), but its shape is {x.shape}")
         if this_thread.training:
             check_some("batchnorm_2d", "mean of a batch", x)
+            if x.size() == x.shape[1]:
+                raise ShapeError(
+                    f"batchnorm_2d: x has shape {x.shape}: one value of a channel has no variance to train with; leave "
+                    "out batches of one sample, or choose another batch size"
+                )
         named = zip(
             ("scale", "bias", "running_mean", "running_var"), (*inputs[1:], *self.running), strict=True
         )
@@ -127,7 +132,7 @@ def batchnorm_2d(
 
     Raises:
         ShapeError, DTypeError, DeviceError: one of the per-channel tensors does not fit ``x``.
-        ShapeError: x is empty while training; otherwise the result is then empty too.
+        ShapeError: while training x is empty, or has one value of each channel; otherwise an empty x gives as much.
         OptionError: momentum or eps out of range.
 
     Source: Ioffe, Szegedy, "Batch Normalization", 2015.
