@@ -25,6 +25,7 @@ from .record.record import RecordInfo
 from .record.records import Records
 from .tensor import Tensor, to_numpy
 from .tensor.pytree import leaves
+from .users_line import warn
 
 if TYPE_CHECKING:
     from .model_file import Checkpoint
@@ -339,6 +340,12 @@ class Model(Layer):
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
         optimizer = None if self._optimizer is None else self._optimizer.get_states()
+        if self._optimizer is not None and (shape := self._optimizer.unnamed()) is not None:
+            warn(
+                f"{where}: the optimizer updates a parameter of shape {shape} that {type(self).__name__} did not have "
+                "when it was compiled: a checkpoint lacks it, or another process refuses that. Keep layers in "
+                "attributes, and compile again after adding some"
+            )
         for records in self._all_records():
             records.postpone()
         return Checkpoint(states, {}, random_states, optimizer)

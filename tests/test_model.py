@@ -4,7 +4,9 @@
 import copy
 import threading
 import zipfile
+from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -568,6 +570,42 @@ def test_a_copy_of_a_model_has_records_of_its_own(use_graph: bool) -> None:
         twin.relu = layer.Sigmoid()
         ends.append([to_numpy(each(*batch(step))[1]).item() for step in range(3) for each in (twin, net)])
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-5)
+
+
+class Hides(Net):
+    """A layer where none is looked for, in a plain object."""
+
+    def __init__(self):
+        super().__init__()
+        self.box = SimpleNamespace(hidden=layer.Linear(4))
+
+    def forward(self, x):
+        return self.box.hidden(super().forward(x))
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_save_without_a_layer_that_is_trained_warns(
+    tmp_path: Path, is_wrapped: bool, momentum: float, use_graph: bool
+) -> None:
+    net, optimizer = Hides(), opt.SGD(0.1, momentum)
+    net.set_optimizer(
+        opt.DistOpt(optimizer, communicator=LocalCommunicator(World())) if is_wrapped else optimizer
+    )
+    net.train_one_batch = lambda x, y: net.optimizer(net.loss(net.forward(x), y))
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    net.save_states(tmp_path / "before.zip")  # nothing is trained yet
+    for step in range(3):
+        net(*batch(step))
+    with pytest.warns(
+        UserWarning, match=r"updates a parameter of shape \(4,.*that Hides did not have when it was"
+    ):
+        net.save_states(tmp_path / "net.zip")
+    net.hidden = net.box.hidden
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    net(*batch(0))
+    net.save_states(tmp_path / "whole.zip")
 
 
 class Lazy(Net):

@@ -36,7 +36,7 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 UpdateGroup = tuple[Device, list[Tensor], list[Any]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
-OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "_names", "slot_names")
+OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "_names", "_unnamed", "slot_names")
 
 
 class MomentumRule(NamedTuple):
@@ -74,6 +74,7 @@ class Optimizer:
         str, ...
     ] = ()  # that the class has not written, but taken from a class beside it
     lr = ScheduleAttribute()
+    _unnamed: tuple[int, ...] | None = None  # see ``unnamed``
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -143,7 +144,7 @@ class Optimizer:
         for name, param in params.items():
             param.name = self._names[param] = name
             self.slots(param)
-        self._parameters = list(params.values())
+        self._parameters, self._unnamed = list(params.values()), None
 
     def place_streams(self) -> None:
         """Set the random streams of the devices to where the next call of this optimizer has them begin."""
@@ -277,6 +278,8 @@ class Optimizer:
         groups: dict[tuple[Device, str], UpdateGroup] = {}
         for param, grad in as_pairs(type(self).__name__, pairs):
             check_pair(type(self).__name__, param, grad)
+            if self._parameters and param not in self._names:
+                self._unnamed = param.shape
             key = param.device, param.dtype.char
             if key not in groups:
                 groups[key] = param.device, [], []
@@ -430,6 +433,10 @@ class Optimizer:
                     "of earlier steps; make a new optimizer for a parameter that changes its shape"
                 )
         return slots
+
+    def unnamed(self) -> tuple[int, ...] | None:
+        """Return the shape of a parameter that was updated and that no ``prepare`` has named, None if there is none."""
+        return self._unnamed
 
     def get_states(self) -> dict[str, np.ndarray]:
         """Return what a checkpoint keeps: "step_counter", and "<parameter>:<slot>" for every slot.

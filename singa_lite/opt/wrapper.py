@@ -41,6 +41,9 @@ class OptimizerWrapper(Optimizer, ABC):
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         return self.opt.slots(param)
 
+    def unnamed(self) -> tuple[int, ...] | None:
+        return self.opt.unnamed()
+
     def call(self, loss: Tensor) -> None:
         """Raise OptionError: without the ranks' agreement there is no update."""
         raise OptionError(
