@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +27,8 @@ from .users_line import warn
 
 if TYPE_CHECKING:
     from .model_file import Checkpoint
+
+RUNS_LATER = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
 class Model(Layer):
@@ -59,7 +59,7 @@ class Model(Layer):
         self._is_compiled = False
         self._use_graph = False
         self._precision = "fp32"
-        self._records = Records()
+        self._records = Records(id(self))
         self.optimizer = None
 
     def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
@@ -68,13 +68,6 @@ class Model(Layer):
                 f"{type(self).__name__} has no attribute {name!r}: its __init__ must call super().__init__() first"
             )
         return super().__getattr__(name)
-
-    def __copy__(self) -> Model:
-        """Return a model of the same layers and optimizer, with records of its own."""
-        new = type(self).__new__(type(self))
-        vars(new).update(vars(self))
-        new._records = copy.copy(self._records)
-        return new
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Choose what ``self.optimizer(loss)`` calls in ``train_one_batch``; before or after ``compile``.
@@ -233,6 +226,8 @@ class Model(Layer):
                 self._optimizer.place_streams()
             if not self._use_graph:
                 return self.run_train_one_batch(*inputs, **options)
+            if self._records.owner != id(self):  # they are of the model that this is a copy of
+                self._records = Records(id(self))
             return self._records.call(self, inputs, options, precision_of(self._precision))
         except BaseException:
             abandon_step()
@@ -240,18 +235,16 @@ class Model(Layer):
 
     def run_train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """Run ``train_one_batch`` in the model's precision, unrecorded; what records of steps run, too."""
+        code = getattr(self.train_one_batch, "__code__", None)
+        if code is not None and code.co_flags & RUNS_LATER:
+            raise GraphError(
+                f"{type(self).__name__}: train_one_batch is a generator or a coroutine, which would run after the "
+                "step; write it without yield and async"
+            )
         outer, this_thread.model = this_thread.model, self
         try:
             with autocast_like(self._precision):
-                result = self.train_one_batch(*inputs, **options)
-            if isinstance(result, (GeneratorType, CoroutineType, AsyncGeneratorType)):
-                if isinstance(result, CoroutineType):
-                    result.close()  # or Python warns that it was never awaited
-                raise GraphError(
-                    f"{type(self).__name__}: train_one_batch is a generator or a coroutine, none of which has run yet; "
-                    "write it without yield and async"
-                )
-            return result
+                return self.train_one_batch(*inputs, **options)
         except (AttributeError, TypeError) as error:
             if self._optimizer is None and "'NoneType' object" in str(error):
                 raise GraphError(

@@ -99,14 +99,10 @@ class LinkWork(Work):
         times = self._moved._times()
         if times is None or self.end_ns is None:
             return None
-        called = (
-            self.calls / SECOND_NS
-        )  # before the ranks called what moves the data, unless the link was in use
-        return Times(
-            min(times.posted, called[self._communicator.rank].item()),
-            min(times.all_there, called.max().item()),
-            max(times.ended, self.end_ns / SECOND_NS),
-        )
+        # where the link was not in use a rank called before it called what moves the data, maybe long before
+        called_s = (self.calls.ravel() / SECOND_NS).tolist()
+        posted = min(times.posted, called_s[self._communicator.rank])
+        return Times(posted, min(times.all_there, max(called_s)), max(times.ended, self.end_ns / SECOND_NS))
 
 
 class LinkCommunicator(Communicator):

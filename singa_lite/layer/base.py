@@ -5,15 +5,14 @@ Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parame
 class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts, and
 in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
 assignment, which may be another on another rank; a tensor two layers share counts once, under its first name. Last come
-the variables that a function in an attribute has enclosed, as in SINGA's ResNet: ``downsample.conv.W``. A layer
-whose class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it too; a key that is
-the Tensor's own name stands for the attribute that holds it. Values are copied into these Tensors, and ``set_params``
-of such a layer is not called.
+layers that are variables of a function in an attribute, as in SINGA's ResNet: ``downsample.conv.W``; not its default
+arguments, nor what is behind ``partial`` or methods. A layer whose class overrides ``get_params`` or ``get_states`` has
+what these return, in the layers above it too; of a key that is the Tensor's own name the layer's path is left out.
+Values are copied into these Tensors, and ``set_params`` of such a layer is not called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -168,8 +167,11 @@ class Layer:
     def register_layers(self, *layers: Layer | Mapping[str, Layer]) -> None:
         """Add sub-layers as ``<Class>_<number>``, which is the index in ``layers`` or the next that is free.
 
-        A dict has the names as its keys. For SINGA scripts, as lists are searched anyway: what a list holds too has the
-        path that it has in SINGA's files.
+        A dict has the names as its keys. For SINGA scripts, as attributes and lists are searched anyway: what one of
+        these holds too gets the path that it has in SINGA's files.
+
+        Raises:
+            DTypeError: a key is not a string.
         """
         found: dict[str, Any] = {}
         if len(layers) == 1 and isinstance(layers[0], Mapping):
@@ -178,12 +180,16 @@ class Layer:
             for index, layer in enumerate(layers):
                 names = (f"{type(layer).__name__}_{number}" for number in itertools.count(index))
                 found[next(name for name in names if name not in {*vars(self), *found})] = layer
-        ids, held = set(map(id, found.values())), dict(vars(self))
-        vars(self).clear()
-        for name, value in held.items():
+        for name in found:
+            if not isinstance(name, str):
+                raise DTypeError(f"register_layers: names must be strings, not {name!r}")
+        ids, ordered = set(map(id, found.values())), {}
+        for name, value in vars(self).items():
             if any(id(entry) in ids for _, entry in items(name, value)):
-                vars(self).update(found)  # ahead of what holds one too, as the first name counts
-            vars(self)[name] = value
+                ordered.update(found)  # ahead of what holds one too, as the first name counts
+            ordered[name] = value
+        vars(self).clear()
+        vars(self).update(ordered)
         for name, layer in found.items():
             setattr(self, name, layer)
             if isinstance(layer, Layer):
@@ -221,8 +227,8 @@ class Layer:
         seen: set[int] = set()
         functions: list[tuple[str, FunctionType]] = []
         yield from _walk_layer(self, "", seen, functions)
-        for path, value in _enclosed(functions):
-            yield from _walk_value(path, value, False, seen, functions)
+        for path, layer in _enclosed(functions):
+            yield from _walk_value(path, layer, False, seen, functions)
 
     # ---- for subclasses ----------------------------------------------------------------------------
 
@@ -329,21 +335,38 @@ def layers_of(root: Layer) -> Iterator[tuple[str, Layer]]:
         for name, entry in items(path, value):
             if isinstance(entry, Layer) and id(entry) not in seen:
                 yield from walk(entry, name)
-            elif isinstance(entry, FunctionType) and id(entry) not in seen:
-                seen.add(id(entry))
+            elif isinstance(entry, FunctionType):
                 functions.append((name, entry))
 
     yield from walk(root, "")
-    for path, value in _enclosed(functions):
-        yield from below(path, value)
+    for path, layer in _enclosed(functions):
+        yield from below(path, layer)
 
 
-def _enclosed(functions: list[tuple[str, FunctionType]]) -> Iterator[tuple[str, object]]:
-    """Give the variables that ``functions`` have enclosed as (path, value), also of those added meanwhile."""
+def _enclosed(functions: list[tuple[str, FunctionType]]) -> Iterator[tuple[str, Layer]]:
+    """Give the layers that ``functions`` have enclosed with their paths, also those of functions added meanwhile.
+
+    Left out is a layer that holds the function: it holds what is walked through, or that is a copy of it.
+    """
     for path, function in functions:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                yield f"{path}.{name}", cell.cell_contents
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if isinstance(value, Layer) and not _holds(value, function, set()):
+                yield f"{path}.{name}", value
+
+
+def _holds(layer: Layer, function: FunctionType, seen: set[int]) -> bool:
+    """Return whether ``function`` is in an attribute of ``layer`` or of one below it."""
+    seen.add(id(layer))
+    entries = [entry for value in vars(layer).values() for _, entry in items("", value)]
+    return any(entry is function for entry in entries) or any(
+        _holds(entry, function, seen)
+        for entry in entries
+        if isinstance(entry, Layer) and id(entry) not in seen
+    )
 
 
 def _walk_layer(
@@ -373,7 +396,6 @@ def _walk_value(
             else:
                 yield from _walk_layer(entry, f"{name}.", seen, functions)
         elif isinstance(entry, FunctionType):
-            seen.add(id(entry))
             functions.append((name, entry))
         elif isinstance(entry, Tensor) and not entry.is_recorded and (entry.stores_grad or is_buffer):
             seen.add(id(entry))
@@ -395,14 +417,18 @@ def _walk_own(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, 
             raise DTypeError(
                 f"{layer!r}: get_params and get_states must return Tensors by name, not {values!r}"
             )
-    attributes = {id(value): attribute for attribute, value in vars(layer).items()}
     for name, tensor in {**params, **states}.items():
         check_tensor(repr(layer), tensor)
+        if not isinstance(name, str):
+            raise DTypeError(f"{layer!r}: get_params and get_states must have names as keys, not {name!r}")
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            path = attributes.get(id(tensor), name) if name == tensor.name else name
-            if not isinstance(path, str):
-                raise DTypeError(
-                    f"{layer!r}: get_params and get_states must have names as keys, not {name!r}"
-                )
-            yield prefix + path, tensor, name in params
+            own = _own_part(name, layer, prefix) if name == tensor.name else name
+            yield prefix + own, tensor, name in params
+
+
+def _own_part(name: str, layer: Layer, prefix: str) -> str:
+    """Return the part of a Tensor's name behind the path of ``layer``, which begins it from ``Model.compile`` on."""
+    if name.startswith(prefix):
+        return name.removeprefix(prefix)
+    return f".{name}".rpartition(f".{layer.name}.")[2] if f".{layer.name}." in f".{name}" else name

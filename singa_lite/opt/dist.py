@@ -410,7 +410,10 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             self._check_added(added)
         guard(
             (self, "attributes"),
-            lambda: (id(self.opt), self.dist_option, self.threshold, self.bucket_bytes, tuple(vars(self))),
+            lambda: (
+                *(id(self.opt), self.opt is self._compared_opt),
+                *(self.dist_option, self.threshold, self.bucket_bytes, tuple(vars(self))),
+            ),
         )
 
     def _check_added(self, names: Set[str]) -> None:
@@ -437,6 +440,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
                 or number of threads.
         """
         self.opt.prepare(params, buffers)
+        self._compared_opt = self.opt
         if self._order == "fixed":
             threads = {"OMP_NUM_THREADS": threads_of(params.values())}
             compare(

@@ -74,9 +74,14 @@ class Kind:
 
 
 class Records:
-    """The records of one model, by what a call is made of; by its types alone if the step changes containers there."""
+    """The records of one model, by what a call is made of; by its types alone if the step changes containers there.
 
-    def __init__(self) -> None:
+    Args:
+        owner: id() of the model; 0 if it is not made yet.
+    """
+
+    def __init__(self, owner: int = 0) -> None:
+        self.owner = owner
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
         self._copies = weakref.WeakValueDictionary[int, Any]()  # each while a record uses it

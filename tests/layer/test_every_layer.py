@@ -16,7 +16,7 @@ from singa_lite import autograd, layer
 from singa_lite.device import Device
 from singa_lite.errors import DeviceError, DTypeError, OptionError, ShapeError
 from singa_lite.layer import Layer
-from singa_lite.tensor import Tensor, to_numpy
+from singa_lite.tensor import Tensor, from_numpy, to_numpy
 
 pytestmark = pytest.mark.usefixtures("device", "training")  # all of it on each kind of device
 
@@ -567,6 +567,20 @@ def test_an_argument_may_be_given_twice_as_the_same_value() -> None:
 def test_relu_of_a_convolution_is_applied() -> None:
     conv = layer.Conv2d(8, 3, activation="RELU")
     assert to_numpy(conv(Tensor(data=IMAGE))).min() == 0
+
+
+def test_batch_norm_trains_with_one_image_and_evaluates_one_value() -> None:
+    norm, rng = layer.BatchNorm2d(), np.random.default_rng(0)
+    image = rng.standard_normal((1, 2, 3, 3)).astype(np.float32)
+    autograd.training = True
+    try:
+        y = to_numpy(norm(from_numpy(image)))
+    finally:
+        autograd.training = False
+    each = image.astype(np.float64)
+    mean, var = each.mean((0, 2, 3), keepdims=True), each.var((0, 2, 3), keepdims=True)
+    np.testing.assert_allclose(y, (each - mean) / np.sqrt(var + 1e-5), rtol=1e-5, atol=1e-6)
+    assert norm(from_numpy(image[:, :, 0, 0])).shape == (1, 2)
 
 
 @pytest.mark.parametrize(

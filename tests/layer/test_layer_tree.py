@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
 from singa_lite import autograd, layer
 from singa_lite.errors import CheckpointError, DTypeError, GraphError, ShapeError
 from singa_lite.layer import BatchNorm2d, Conv2d, Layer, Linear, ReLU
+from singa_lite.layer.base import layers_of
 from singa_lite.tensor import Tensor, to_numpy
 
 
@@ -121,10 +124,11 @@ def test_a_registered_layer_has_the_path_of_singas_files_also_if_a_list_holds_it
     holder = Layer()
     holder.first, holder.parts, holder.last = Linear(3), [Linear(2), ReLU(), Linear(1)], Linear(4)
     holder.register_layers(*holder.parts)
+    holder.register_layers(holder.last)
     x = holder.first(Tensor((1, 3)))
     for part in (*holder.parts, holder.last):
         x = part(x)
-    names = ["first", "Linear_0", "Linear_2", "last"]
+    names = ["first", "Linear_0", "Linear_2", "Linear_1"]
     assert list(holder.get_params()) == [f"{name}.{param}" for name in names for param in "Wb"]
     assert holder.parts[0].name == "Linear_0"
 
@@ -137,22 +141,21 @@ def test_layers_are_registered_by_the_keys_of_a_dict() -> None:
 
 
 class Enclosing(Layer):
-    """Layers that functions alone hold, one of which an attribute holds as well, and a function that holds itself."""
+    """Layers that functions alone hold, one of which an attribute holds as well."""
 
     def __init__(self) -> None:
         super().__init__()
         hidden, shared, later = Linear(3), Linear(4), Linear(5)
+        big: dict[str, object] = {}
+        big["itself"] = big
 
-        def inner(x: Tensor) -> Tensor:
-            return hidden(x)
-
-        def outer(x: Tensor, again: bool = True) -> Tensor:
-            return outer(shared(inner(x)), again=False) if again else self.last(x)
+        def run(x: Tensor, again: bool = True) -> Tensor:
+            return run(shared(hidden(x)), again=False) if again else self.last(x)
 
         def unassigned() -> object:
-            return missing
+            return missing, big
 
-        self.run, self.rest, self.never = outer, [lambda x: later(x)], unassigned
+        self.run, self.rest, self.never = run, [lambda x: later(x)], unassigned
         self.last, self.shared = Linear(1), shared
         if len(self.rest) > 1:
             missing = None
@@ -162,14 +165,73 @@ class Enclosing(Layer):
 
 
 def test_layers_that_a_function_encloses_are_found_last() -> None:
-    net = Enclosing()
-    net(Tensor((2, 2)))
-    paths = ["last", "shared", "rest.0.later", "run.inner.hidden"]
-    assert list(net.get_params()) == [f"{path}.{param}" for path in paths for param in "Wb"]
-    assert str(net).splitlines()[0] == "Enclosing: 40 parameters"
-    assert [line.split(":")[0] for line in str(net).splitlines() if "Linear" in line] == [
+    net, inner = Layer(), Enclosing()
+    net.inner, net.after = inner, Linear(2)
+    net.after(inner(Tensor((2, 2))))
+    paths = ["last", "shared", "run.hidden", "rest.0.later"]
+    assert list(inner.get_params()) == [f"{path}.{param}" for path in paths for param in "Wb"]
+    assert str(inner).splitlines()[0] == "Enclosing 'inner': 40 parameters"
+    assert [line.split(":")[0] for line in str(inner).splitlines() if "Linear" in line] == [
         f"  {p}" for p in paths
     ]
+    paths = ["inner.last", "inner.shared", "after", "inner.run.hidden", "inner.rest.0.later"]
+    assert list(net.get_params()) == [f"{path}.{param}" for path in paths for param in "Wb"]
+    assert [path for path, _ in layers_of(net)] == ["", "inner", *paths]
+
+
+def test_a_function_that_encloses_what_holds_it_adds_nothing() -> None:
+    parent = Layer()
+    parent.a, parent.b = Linear(2), Linear(3)
+    parent.b.penalty = lambda: parent.a.W
+    parent.act = lambda x: parent.b(x)
+    parent.act(parent.a(Tensor((1, 2))))
+    assert list(parent.b.get_params()) == ["W", "b"]
+    names = list(parent.get_params())
+    twin = copy.deepcopy(parent)  # with the same functions, of the first one
+    assert list(twin.get_params()) == names == ["a.W", "a.b", "b.W", "b.b"]
+    assert not {*map(id, twin.get_params().values())} & {*map(id, parent.get_params().values())}
+
+
+class Own(Layer):
+    """A layer that says itself what it has, by names of its Tensors, or by others."""
+
+    def __init__(self, key: str | None = None) -> None:
+        super().__init__()
+        self.key, self.weight = key, Tensor((2,), stores_grad=True, name=key)
+        self.alias, self.given = self.weight, Tensor((1,), stores_grad=True, name="given name")
+
+    def get_params(self) -> dict[str | None, Tensor]:
+        return {self.key or self.weight.name: self.weight}
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [(None, "weight"), ("kernel", "kernel"), ("own.W", "W"), ("other.W", "other.W")]
+)
+def test_names_of_a_layers_own_params_stay_when_its_tensors_are_named_by_their_path(
+    key: str | None, name: str
+) -> None:
+    own = Own(key)
+    assert own.weight.name == (key or "weight") and own.given.name == "given name"
+    outer, middle = Layer(), Layer()
+    outer.middle, middle.own = middle, own
+    for _ in range(2):
+        assert list(middle.get_params()) == [f"own.{name}"]
+        assert list(outer.get_params()) == [f"middle.own.{name}"]
+        own.weight.name, own.key = f"middle.own.{name}", key if key == "kernel" else None
+
+
+def test_tensors_of_other_layers_are_not_named() -> None:
+    holder, free = Layer(), Tensor((1,))
+    holder.free = free
+    assert free.name is None
+
+
+def test_what_is_registered_by_no_name_is_an_error_and_changes_nothing() -> None:
+    holder = Layer()
+    holder.first = Linear(1)
+    with pytest.raises(DTypeError, match="names must be strings, not 1"):
+        holder.register_layers({1: holder.first})
+    assert list(vars(holder)) == ["first"]
 
 
 def test_two_parameters_of_one_name_are_an_error() -> None:

@@ -399,10 +399,19 @@ def test_one_rank_may_load_what_all_have_after_an_exception(use_graph: bool) -> 
 def sets_another_optimizer(communicator: Any, use_graph: bool, kind: str) -> str:
     net, x = Branches(), Tensor(data=np.full((3, 4), communicator.rank + 1.0))
     net.set_optimizer(sgd := opt.DistOpt(opt.SGD(0.1), communicator=communicator))
+    if communicator.rank == 2:
+        sgd.opt = opt.SGD(0.1)  # compile compares it
     net.compile([x], is_train=True, use_graph=use_graph)
+    first = sgd.opt
     for _ in range(3):
         net(x, x)
-    if kind != "one rank" or communicator.rank == 1:
+    if kind == "back on one rank":
+        sgd.opt = opt.SGD(0.1)
+        for _ in range(3):
+            net(x, x)
+        if communicator.rank == 1:
+            sgd.opt = first
+    elif kind != "one rank" or communicator.rank == 1:
         sgd.opt = opt.SGD(0.1 * (communicator.rank + 1 if kind == "other rates" else 1))
     try:
         for _ in range(3):
@@ -414,7 +423,13 @@ def sets_another_optimizer(communicator: Any, use_graph: bool, kind: str) -> str
 
 @pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize(
-    ("kind", "text"), [("equal", "^3$"), ("other rates", r"lr.*0\.1.*0\.2"), ("one rank", "their optimizers")]
+    ("kind", "text"),
+    [
+        ("equal", "^3$"),
+        ("other rates", r"lr.*0\.1.*0\.2"),
+        ("one rank", "their optimizers"),
+        ("back on one rank", "their optimizers"),
+    ],
 )
 def test_ranks_compare_an_optimizer_that_is_set_between_steps(kind: str, text: str, use_graph: bool) -> None:
     for found in run_ranks(sets_another_optimizer, 3, use_graph, kind):

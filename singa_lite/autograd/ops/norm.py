@@ -132,7 +132,7 @@ def batchnorm_2d(
 
     Raises:
         ShapeError, DTypeError, DeviceError: one of the per-channel tensors does not fit ``x``.
-        ShapeError: while training x is empty, or has one value of each channel; otherwise an empty x gives as much.
+        ShapeError: while training, x is empty or has one value of each channel. Otherwise an empty x gives an empty y.
         OptionError: momentum or eps out of range.
 
     Source: Ioffe, Szegedy, "Batch Normalization", 2015.
