@@ -276,7 +276,8 @@ def test_a_recorded_step_sees_attributes_of_dist_opt_that_are_set(
     for (values, payloads, count, _), (others, *same, num_records) in zip(eager, recorded, strict=True):
         for value, other in zip(values, others, strict=True):
             np.testing.assert_allclose(other, value, rtol=1e-5, atol=1e-6)
-        assert same == [payloads, count] and num_records == 2
+        # an optimizer that is set back is compared with the other ranks', so that step is not its old record's
+        assert same == [payloads, count] and num_records == (3 if name == "opt" and size > 1 else 2)
     _, payloads, count, _ = eager[0]
     assert count == (6 if name == "opt" else 9)
     assert name == "opt" or payloads[4] < payloads[2] == payloads[8]
