@@ -59,7 +59,7 @@ class Model(Layer):
         self._is_compiled = False
         self._use_graph = False
         self._precision = "fp32"
-        self._records = Records(id(self))
+        self._records = Records(self)
         self.optimizer = None
 
     def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
@@ -226,8 +226,8 @@ class Model(Layer):
                 self._optimizer.place_streams()
             if not self._use_graph:
                 return self.run_train_one_batch(*inputs, **options)
-            if self._records.owner != id(self):  # they are of the model that this is a copy of
-                self._records = Records(id(self))
+            if self._records.owner() is not self:  # they are of the model that this is a copy of
+                self._records = Records(self)
             return self._records.call(self, inputs, options, precision_of(self._precision))
         except BaseException:
             abandon_step()
@@ -333,7 +333,8 @@ class Model(Layer):
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
         optimizer = None if self._optimizer is None else self._optimizer.get_states()
-        if self._optimizer is not None and (shape := self._optimizer.unnamed()) is not None:
+        shape = self._optimizer.unnamed() if isinstance(self._optimizer, Optimizer) else None
+        if shape is not None:
             warn(
                 f"{where}: the optimizer updates a parameter of shape {shape} that {type(self).__name__} did not have "
                 "when it was compiled: a checkpoint lacks it, or another process refuses that. Keep layers in "

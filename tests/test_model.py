@@ -572,6 +572,15 @@ def test_a_copy_of_a_model_has_records_of_its_own(use_graph: bool) -> None:
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-5)
 
 
+def test_a_result_of_a_recorded_step_that_is_changed_in_place_is_a_leaf():
+    net = compiled(use_graph=True)
+    for step in range(3):
+        out, _ = net(*batch(step))
+    assert not out.is_dummy() and not out.is_recorded
+    out += 1.0
+    assert out.is_dummy()
+
+
 class Hides(Net):
     """A layer where none is looked for, in a plain object."""
 

@@ -411,8 +411,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         guard(
             (self, "attributes"),
             lambda: (
-                *(id(self.opt), self.opt is self._compared_opt),
-                *(self.dist_option, self.threshold, self.bucket_bytes, tuple(vars(self))),
+                id(self.opt),
+                self.opt is self._compared_opt,
+                self.dist_option,
+                self.threshold,
+                self.bucket_bytes,
+                tuple(vars(self)),
             ),
         )
 

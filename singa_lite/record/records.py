@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -77,11 +77,14 @@ class Records:
     """The records of one model, by what a call is made of; by its types alone if the step changes containers there.
 
     Args:
-        owner: id() of the model; 0 if it is not made yet.
+        model: whose records they are; None is no one's.
+
+    Attributes:
+        owner: gives that model, None once it is gone.
     """
 
-    def __init__(self, owner: int = 0) -> None:
-        self.owner = owner
+    def __init__(self, model: Any = None) -> None:
+        self.owner: Callable[[], Any] = weakref.ref(self if model is None else model)
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
         self._copies = weakref.WeakValueDictionary[int, Any]()  # each while a record uses it

@@ -220,6 +220,23 @@ def test_names_of_a_layers_own_params_stay_when_its_tensors_are_named_by_their_p
         own.weight.name, own.key = f"middle.own.{name}", key if key == "kernel" else None
 
 
+def test_names_stay_in_a_layer_that_only_a_function_holds() -> None:
+    outer, own = Layer(), Own()
+    outer.run = lambda: own
+    assert own.name is None
+    assert list(outer.get_params()) == ["run.own.weight"]
+    own.weight.name = "run.own.weight"
+    assert list(outer.get_params()) == ["run.own.weight"]
+
+
+def test_layers_registered_beside_one_of_their_name_are_all_kept() -> None:
+    holder, layers = Layer(), [Linear(1), Linear(2)]
+    holder.Linear_0 = Linear(3)
+    holder.register_layers(*layers)
+    assert list(vars(holder)) == ["Linear_0", "Linear_1", "Linear_2"]
+    assert [holder.Linear_1, holder.Linear_2] == layers
+
+
 def test_tensors_of_other_layers_are_not_named() -> None:
     holder, free = Layer(), Tensor((1,))
     holder.free = free
