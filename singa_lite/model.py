@@ -140,12 +140,16 @@ class Model(Layer):
         except BaseException:
             self._precision = before
             raise
+        self._take_parameters()
+        self.train(is_train)
+        self.graph(use_graph, sequential)
+
+    def _take_parameters(self) -> None:
+        """Name the parameters, which are all there now, and give them to the optimizer."""
         self._is_compiled = True
         for name, param in self.get_params().items():  # as an optimizer does that is set later or never
             param.name = name
         self._prepare()
-        self.train(is_train)
-        self.graph(use_graph, sequential)
 
     def _prepare(self) -> None:
         if self._prepared is not None or self._optimizer is None or not self._is_compiled:
@@ -201,29 +205,35 @@ class Model(Layer):
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """``train_one_batch`` in training mode, ``forward`` in evaluation mode.
 
+        A model that was not compiled makes its parameters in its first training step, which runs eagerly.
+
         Raises:
-            GraphError: neither ``compile`` nor, for a model with an optimizer, ``eval`` was called.
+            GraphError: a model that is neither compiled nor in a mode has an optimizer; ``compile`` was not called
+                and the model trains with a DistOpt of several ranks, or in the step of another.
         """
         if not self.training:
             is_layer = this_thread.model is not None and not self._has_mode
             means_to_train = self._optimizer is not None and this_thread.recording and not self._is_compiled
             if means_to_train and not (is_layer or self._has_mode):
                 raise GraphError(
-                    f"{type(self).__name__}: call compile([inputs]) before training, or eval() to evaluate"
+                    f"{type(self).__name__}: call compile([inputs]) or train() before training, or eval() to evaluate"
                 )
             return (self.forward if is_layer else self._evaluate)(*inputs, **options)
         if this_thread.model is self:
             raise GraphError(
                 f"{type(self).__name__}: its step calls the model, which would train it; call forward"
             )
-        if not self._is_compiled:
-            raise GraphError(f"{type(self).__name__}: call compile([inputs]) before training")
+        self._check_may_train()
         begin_step()
         this_thread.training = True
         try:
             self._prepare()
             if self._optimizer is not None and self._optimizer.places_streams:
                 self._optimizer.place_streams()
+            if not self._is_compiled:
+                results = self.run_train_one_batch(*inputs, **options)
+                self._take_parameters()
+                return results
             if not self._use_graph:
                 return self.run_train_one_batch(*inputs, **options)
             if self._records.owner() is not self:  # they are of the model that this is a copy of
@@ -232,6 +242,20 @@ class Model(Layer):
         except BaseException:
             abandon_step()
             raise
+
+    def _check_may_train(self) -> None:
+        if self._is_compiled:
+            return
+        if self._optimizer in state.dist_opts:
+            raise GraphError(
+                f"{type(self).__name__}: call compile([inputs]) before training with a DistOpt, which makes the "
+                "parameters of all ranks equal there"
+            )
+        if this_thread.model is not None:
+            raise GraphError(
+                f"{type(self).__name__}: call compile([inputs]) before training it in the step of "
+                f"{type(this_thread.model).__name__}"
+            )
 
     def run_train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """Run ``train_one_batch`` in the model's precision, unrecorded; what records of steps run, too."""

@@ -308,6 +308,9 @@ SAMPLES = [
         for n in range(3)
     ],
     Sample("split", (normal(4, 2, 3),), lambda x: x[2:], {"axis": 0, "num_output": 2}, output=1),
+    Sample("tile", (normal(2, 3),), lambda x: np.tile(x, 2), {"repeats": 2}),
+    Sample("tile", (normal(2, 3),), lambda x: np.tile(x, (3, 1)), {"repeats": (3, 1)}),
+    Sample("tile", (normal(3),), lambda x: np.tile(x, (2, 2, 3)), {"repeats": [2, 2, 3]}),
     Sample("squeeze", (normal(1, 3, 1, 2),), lambda x: x[0, :, 0]),
     Sample("squeeze", (normal(1, 3, 1, 2),), lambda x: x[:, :, 0], {"axis": -2}),
     Sample("unsqueeze", (normal(2, 3),), lambda x: x[..., None]),
@@ -404,6 +407,23 @@ SAMPLES = [
         lambda x, t: np.array([-(t * np.log(x) + (1 - t) * np.log(1 - x)).sum() / 4]),
     ),
     Sample("mse_loss", (normal(4, 3), normal(4, 3)), lambda x, t: np.array([((x - t) ** 2).mean()])),
+    *[
+        Sample(
+            "ranking_loss",
+            (normal(*shape), normal(*shape)),
+            lambda pos, neg, M=margin: np.array([np.maximum(M - pos + neg, 0).mean()]),
+            {"M": margin},
+        )
+        for shape, margin in (((5,), 0.7), ((4, 3), -0.1))
+    ],
+    Sample(
+        "ranking_loss", (normal(6), normal(6)), lambda p, n: np.array([np.maximum(0.2 - p + n, 0).mean()])
+    ),
+    Sample(
+        "cossim",
+        (normal(4, 3), normal(4, 3)),
+        lambda a, b: (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)),
+    ),
     *recurrent_samples("tanh"),
     *recurrent_samples("relu", hidden=2, bias=False),
     *recurrent_samples("lstm"),

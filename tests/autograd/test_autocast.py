@@ -95,7 +95,7 @@ def test_every_operator_takes_bfloat16_activations(sample: Sample) -> None:
         arguments = [list(tensors)] if sample.takes_list else [*tensors, *extra]
         result = function(*arguments, **sample.attributes)
     y = result if sample.output is None else result[sample.output]
-    rules = {"softmax", "reduce_sum", "reduce_mean", "recurrent"}
+    rules = {"cossim", "softmax", "reduce_sum", "reduce_mean", "recurrent"}
     is_wide = sample.op in rules or "entropy" in sample.op or "loss" in sample.op
     mixes = sample.fixed and sample.op not in {"layer_norm", "batchnorm_2d"}
     if not mixes:

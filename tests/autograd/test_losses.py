@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Class ids of shape (N, 1), as SINGA's char-RNN gives them, are class ids; a matrix of one class stays a matrix."""
+"""Labels as columns (N, 1), as in the char-RNN of SINGA, and as matrices of one class; cossim of extreme rows."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def test_a_column_of_class_ids_is_class_ids(loss: Any) -> None:
 def test_a_matrix_of_one_class_stays_a_matrix() -> None:
     x, t = Tensor(data=np.zeros((4, 1), np.float32)), Tensor(data=np.full((4, 1), 5, np.int32))
     assert to_numpy(autograd.softmax_cross_entropy(x, t)) == 0
+
+
+def test_cossim_of_a_row_of_zeros_is_0_and_of_large_and_small_rows_right() -> None:
+    a = Tensor(data=[[0.0, 0.0], [300.0, 400.0], [3e-5, 4e-5]], dtype="float16")
+    b = Tensor(data=[[1.0, 2.0], [400.0, 300.0], [4.0, 3.0]], dtype="float16")
+    np.testing.assert_allclose(to_numpy(autograd.cossim(a, b)), [0, 0.96, 0.96], atol=4e-3)

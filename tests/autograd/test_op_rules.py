@@ -741,6 +741,13 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
     ("split by nothing", lambda: autograd.split(ones(5), 0), OptionError, "parts or num_output"),
     ("split by both", lambda: autograd.split(ones(4), 0, (4,), 1), OptionError, "parts or num_output"),
     ("split axis", lambda: autograd.split(ones(4), 1, (4,)), ShapeError, "split: axis 1 is out of range"),
+    ("tile by a float", lambda: autograd.tile(ones(2), 1.5), OptionError, "tile: repeats"),
+    ("tile by less than 0", lambda: autograd.tile(ones(2), (-1, 2)), OptionError, "tile: repeats"),
+    ("cossim of vectors", lambda: autograd.cossim(ones(2), ones(2)), ShapeError, "must have 2 axes"),
+    ("cossim shapes", lambda: autograd.cossim(ones(2, 3), ones(1, 3)), ShapeError, "must have one shape"),
+    ("ranking shapes", lambda: autograd.ranking_loss(ones(2), ones(2, 1)), ShapeError, "must have one shape"),
+    ("ranking of nothing", lambda: autograd.ranking_loss(ones(0), ones(0)), ShapeError, "no mean loss"),
+    ("ranking margin", lambda: autograd.ranking_loss(ones(2), ones(2), "wide"), OptionError, "M"),
     ("squeeze size", lambda: autograd.squeeze(ones(2, 1), 0), ShapeError, "must have size 1"),
     ("squeeze axis", lambda: autograd.squeeze(ones(2, 1), 2), ShapeError, "squeeze: axis 2 is out of range"),
     (

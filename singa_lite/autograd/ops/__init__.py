@@ -16,6 +16,7 @@ from .recurrent import *
 from .reduction import *
 from .selection import *
 from .shape import *
+from .similarity import *
 
 if not TYPE_CHECKING:  # mypy reads lists alone, and without one takes every name
     # by their full names, as two functions have the name of their file

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from ...errors import DTypeError, ShapeError
+import numpy as np
+
+from ...dtypes import accumulation_dtype
+from ...errors import DTypeError, ShapeError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim, check_some, like, scaled
 
-__all__ = ["binary_cross_entropy", "cross_entropy", "mse_loss", "softmax_cross_entropy"]
+__all__ = ["binary_cross_entropy", "cross_entropy", "mse_loss", "ranking_loss", "softmax_cross_entropy"]
 
 
 def check_labels(where: str, x: Tensor, t: object) -> None:
@@ -200,3 +203,55 @@ def binary_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
         ShapeError: the shapes differ, or hold no element.
     """
     return BinaryCrossEntropy()(x, t)  # type: ignore[no-any-return]
+
+
+class RankingLoss(Operator):
+    autocast = "float32"
+
+    def __init__(self, margin: float) -> None:
+        self.margin = check_number("ranking_loss", "M", margin)
+
+    def check(self, *inputs: Tensor) -> None:
+        pos, neg = inputs
+        check_floats("ranking_loss", pos, neg)
+        if pos.shape != neg.shape:
+            raise ShapeError(
+                f"ranking_loss: pos and neg must have one shape, got {pos.shape} and {neg.shape}"
+            )
+        check_some("ranking_loss", "mean loss", pos)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        pos, neg = (context.cast(x, accumulation_dtype(x.dtype)) for x in inputs)
+        margin = context.backend.asarray(np.array(self.margin, pos.dtype))
+        missing = like(context, "relu", like(context, "add", like(context, "sub", neg, pos), margin))
+        context.save(missing, inputs[0].dtype)
+        loss = context.empty((1,), pos.dtype)
+        context.run("mean", missing.reshape(1, -1), out=loss, axes=(1,), keepdims=False)
+        return context.cast(loss, inputs[0].dtype)
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        missing, dtype = context.saved
+        share = scaled(context, context.cast(dys[0], missing.dtype), 1 / missing.size)
+        shares = context.empty(missing.shape, missing.dtype)
+        context.run("broadcast_to", share.reshape([1] * missing.ndim), out=shares)
+        dneg = context.cast(like(context, "relu_backward", shares, missing), dtype)
+        return like(context, "negative", dneg) if context.needs_grad[0] else None, dneg
+
+
+def ranking_loss(pos: Tensor, neg: Tensor, M: float = 0.2) -> Tensor:
+    """Return by how much scores of wrong answers come within a margin of right ones, mean over all elements.
+
+    loss = mean of max(M - pos + neg, 0), whose gradient at 0 is 0.
+
+    Args:
+        pos: float scores of right answers, of any shape.
+        neg: scores of wrong answers, same shape and dtype.
+        M: the margin.
+
+    Returns:
+        Shape (1,), the dtype of ``pos``.
+
+    Raises:
+        ShapeError: the shapes differ, or hold no element. OptionError: ``M`` is not a number.
+    """
+    return RankingLoss(M)(pos, neg)  # type: ignore[no-any-return]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that move elements without computing: reshape, flatten, transpose, cat, pad."""
+"""Operators that move elements without computing: reshape, flatten, transpose, cat, pad, tile."""
 
 from __future__ import annotations
 
 from builtins import slice as slice_type  # ``slice`` is the operator here
 from collections.abc import Sequence
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...tensor.checks import convert_number, listed
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_tensors
 
-__all__ = ["cat", "flatten", "pad", "reshape", "slice", "split", "squeeze", "transpose", "unsqueeze"]
+__all__ = ["cat", "flatten", "pad", "reshape", "slice", "split", "squeeze", "tile", "transpose", "unsqueeze"]
 
 
 class Reshape(Operator):
@@ -363,6 +364,52 @@ def split(
             f"split: parts {sizes} do not add up to {x.shape[position]}, the size of axis {axis}"
         )
     return Split(position, sizes)(x)  # type: ignore[no-any-return]
+
+
+class Tile(Operator):
+    autocast = "keep"
+
+    def __init__(self, repeats: tuple[int, ...]) -> None:
+        self.repeats = repeats
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        (x,) = inputs
+        context.save(x.shape)
+        y = context.empty(tuple(map(mul, self.repeats, x.shape)), x.dtype)
+        # two axes for each: the copies, and what is copied
+        copies = [n for pair in zip(self.repeats, x.shape, strict=True) for n in pair]
+        single = [n for size in x.shape for n in (1, size)]
+        context.run("broadcast_to", x.reshape(single), out=y.reshape(copies))
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        (shape,) = context.saved
+        dx = context.empty(shape, dys[0].dtype)
+        copies = [n for pair in zip(self.repeats, shape, strict=True) for n in pair]
+        axes = tuple(range(0, len(copies), 2))
+        context.run("sum", dys[0].reshape(copies), out=dx, axes=axes, keepdims=False)
+        return dx
+
+
+def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
+    """Return copies of ``x`` side by side, as ``numpy.tile``.
+
+    Args:
+        x: any tensor.
+        repeats: copies along each axis, >= 0; fewer numbers than axes are for the last ones, more add axes in front.
+
+    Returns:
+        The size of each axis times its copies, the dtype of ``x``.
+
+    Raises:
+        OptionError: ``repeats`` is not an int or a list of ints >= 0.
+    """
+    check_tensors("tile", x)
+    counts = check_ints("tile", "repeats", listed(repeats), 0)
+    missing = len(counts) - x.ndim()
+    if missing > 0:
+        x = reshape(x, (*[1] * missing, *x.shape))
+    return Tile((*[1] * -missing, *counts))(x)  # type: ignore[no-any-return]
 
 
 def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
