@@ -223,7 +223,8 @@ class Model(Layer):
             raise GraphError(
                 f"{type(self).__name__}: its step calls the model, which would train it; call forward"
             )
-        self._check_may_train()
+        if not self._is_compiled:
+            self._check_may_train()
         begin_step()
         this_thread.training = True
         try:
@@ -244,8 +245,7 @@ class Model(Layer):
             raise
 
     def _check_may_train(self) -> None:
-        if self._is_compiled:
-            return
+        """Raise GraphError where a model that was not compiled cannot train."""
         if self._optimizer in state.dist_opts:
             raise GraphError(
                 f"{type(self).__name__}: call compile([inputs]) before training with a DistOpt, which makes the "

@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,29 +93,17 @@ class Layer:
     def __str__(self) -> str:
         """Return a tree of the layers with their parameters and how many numbers these hold; what ``print`` shows."""
         hint = "" if self._is_initialized else "; parameters are made at the first call"
-        seen = {id(self)}
-        lines = [f"{self!r}: {self._count()} parameters{hint}", *self._branches(seen)]
-        for path, layer in layers_of(self):  # what functions have enclosed
-            if id(layer) not in seen:
-                lines += layer._branch(path, seen)
+        lines = [f"{self!r}: {self._count()} parameters{hint}"]
+        for name, _, depth, entry, _ in _walk(self):
+            indent = "  " * depth
+            if isinstance(entry, Layer):
+                lines.append(f"{indent}{name}: {type(entry).__name__}, {entry._count()} parameters")
+            elif entry.creator is None and entry.stores_grad:
+                lines.append(f"{indent}{name} {entry.dtype}{list(entry.shape)}: {entry.size()}")
         return "\n".join(lines)
 
     def _count(self) -> int:
         return sum(tensor.size() for tensor in self.get_params().values())
-
-    def _branches(self, seen: set[int]) -> Iterator[str]:
-        """Return a line for each parameter and, indented below it, each layer that this one holds; each layer once."""
-        for attribute, value in vars(self).items():
-            for name, entry in items(attribute, value):
-                if isinstance(entry, Layer) and id(entry) not in seen:
-                    yield from entry._branch(name, seen)
-                elif isinstance(entry, Tensor) and entry.creator is None and entry.stores_grad:
-                    yield f"  {name} {entry.dtype}{list(entry.shape)}: {entry.size()}"
-
-    def _branch(self, path: str, seen: set[int]) -> Iterator[str]:
-        seen.add(id(self))
-        yield f"  {path}: {type(self).__name__}, {self._count()} parameters"
-        yield from (f"  {line}" for line in self._branches(seen))
 
     def __setattr__(self, name: str, value: object) -> None:
         for path, entry in items(name, value):
@@ -142,11 +130,11 @@ class Layer:
         Raises:
             GraphError: two have one name, such as the path "a.0" of an entry of ``a`` and of an attribute called "a.0".
         """
-        return self._by_name((name, tensor) for name, tensor, is_param in self._walk() if is_param)
+        return self._by_name((name, tensor) for name, tensor, is_param in _states_of(self) if is_param)
 
     def get_states(self) -> dict[str, Tensor]:
         """Return all parameters and buffers by name; the Tensors themselves, no copies. Raises as ``get_params``."""
-        return self._by_name((name, tensor) for name, tensor, _ in self._walk())
+        return self._by_name((name, tensor) for name, tensor, _ in _states_of(self))
 
     def set_params(self, parameters: Values) -> None:
         """Copy values into all parameters.
@@ -214,21 +202,17 @@ class Layer:
 
     def _by_name(self, found: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         states: dict[str, Tensor] = {}
+        seen: set[int] = set()
         for name, tensor in found:
+            if id(tensor) in seen:
+                continue
             if name in states:
                 raise GraphError(
                     f"{self!r}: two of its parameters or buffers are called {name!r}; rename one"
                 )
+            seen.add(id(tensor))
             states[name] = tensor
         return states
-
-    def _walk(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """(name, tensor, whether it is a parameter) of every state, each tensor and layer once."""
-        seen: set[int] = set()
-        functions: list[tuple[str, FunctionType]] = []
-        yield from _walk_layer(self, "", seen, functions)
-        for path, layer in _enclosed(functions):
-            yield from _walk_value(path, layer, False, seen, functions)
 
     # ---- for subclasses ----------------------------------------------------------------------------
 
@@ -320,27 +304,58 @@ def items(path: str, value: object) -> Iterator[tuple[str, object]]:
         yield from items(f"{path}.{key}", entry)
 
 
-def layers_of(root: Layer) -> Iterator[tuple[str, Layer]]:
-    """Give ``root`` and all layers below it with their paths from it, each once."""
-    seen: set[int] = set()
+class Held(NamedTuple):
+    """A layer or Tensor that a layer holds, found by ``_walk``.
+
+    Attributes:
+        name: its path from the layer that holds it; from the root, where a function holds it.
+        path: its path from the root.
+        depth: how many layers hold it, one within the other.
+        entry: the layer or Tensor.
+        is_buffer: whether its holder calls it a buffer.
+    """
+
+    name: str
+    path: str
+    depth: int
+    entry: Layer | Tensor
+    is_buffer: bool
+
+
+def _walk(root: Layer, opens: Callable[[Layer], bool] = lambda layer: True) -> Iterator[Held]:
+    """Give what ``root`` holds: each layer once, followed by what that one holds if ``opens`` says so; all Tensors.
+
+    Last come layers that functions in attributes have enclosed.
+    """
+    seen = {id(root)}
     functions: list[tuple[str, FunctionType]] = []
 
-    def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
-        seen.add(id(layer))
-        yield path, layer
-        for name, value in vars(layer).items():
-            yield from below(f"{path}.{name}" if path else name, value)
+    def inside(layer: Layer, prefix: str, depth: int) -> Iterator[Held]:
+        for attribute, value in vars(layer).items():
+            yield from below(attribute, value, prefix, depth, attribute in layer.buffers)
 
-    def below(path: str, value: object) -> Iterator[tuple[str, Layer]]:
-        for name, entry in items(path, value):
-            if isinstance(entry, Layer) and id(entry) not in seen:
-                yield from walk(entry, name)
-            elif isinstance(entry, FunctionType):
-                functions.append((name, entry))
+    def below(start: str, value: object, prefix: str, depth: int, is_buffer: bool) -> Iterator[Held]:
+        for name, entry in items(start, value):
+            path = prefix + name
+            if isinstance(entry, FunctionType):
+                functions.append((path, entry))
+            elif isinstance(entry, Tensor):
+                yield Held(name, path, depth, entry, is_buffer)
+            elif isinstance(entry, Layer) and id(entry) not in seen:
+                seen.add(id(entry))
+                yield Held(name, path, depth, entry, is_buffer)
+                if opens(entry):
+                    yield from inside(entry, f"{path}.", depth + 1)
 
-    yield from walk(root, "")
+    yield from inside(root, "", 1)
     for path, layer in _enclosed(functions):
-        yield from below(path, layer)
+        yield from below(path, layer, "", 1, False)
+
+
+def layers_of(root: Layer) -> Iterator[tuple[str, Layer]]:
+    """Give ``root`` and all layers below it with their paths from it, each once."""
+    yield "", root
+    yield from ((held.path, held.entry) for held in _walk(root) if isinstance(held.entry, Layer))
 
 
 def _enclosed(functions: list[tuple[str, FunctionType]]) -> Iterator[tuple[str, Layer]]:
@@ -369,37 +384,15 @@ def _holds(layer: Layer, function: FunctionType, seen: set[int]) -> bool:
     )
 
 
-def _walk_layer(
-    layer: Layer, prefix: str, seen: set[int], functions: list[tuple[str, FunctionType]]
-) -> Iterator[tuple[str, Tensor, bool]]:
-    """See Layer._walk.
-
-    Args:
-        seen: the id() of objects that are alive because a layer holds them.
-        functions: those that are found are added, with their paths.
-    """
-    seen.add(id(layer))
-    for attribute, value in vars(layer).items():
-        yield from _walk_value(prefix + attribute, value, attribute in layer.buffers, seen, functions)
-
-
-def _walk_value(
-    path: str, value: object, is_buffer: bool, seen: set[int], functions: list[tuple[str, FunctionType]]
-) -> Iterator[tuple[str, Tensor, bool]]:
-    """As ``_walk_layer``, what an attribute holds."""
-    for name, entry in items(path, value):
-        if id(entry) in seen:
-            continue
+def _states_of(root: Layer) -> Iterator[tuple[str, Tensor, bool]]:
+    """Give (name, tensor, whether it is a parameter) of every state; a shared tensor under each of its names."""
+    for held in _walk(root, opens=lambda layer: not _has_own_states(layer)):
+        entry = held.entry
         if isinstance(entry, Layer):
             if _has_own_states(entry):
-                yield from _walk_own(entry, f"{name}.", seen)
-            else:
-                yield from _walk_layer(entry, f"{name}.", seen, functions)
-        elif isinstance(entry, FunctionType):
-            functions.append((name, entry))
-        elif isinstance(entry, Tensor) and not entry.is_recorded and (entry.stores_grad or is_buffer):
-            seen.add(id(entry))
-            yield name, entry, entry.stores_grad
+                yield from _own_states(entry, f"{held.path}.")
+        elif not entry.is_recorded and (entry.stores_grad or held.is_buffer):
+            yield held.path, entry, entry.stores_grad
 
 
 def _has_own_states(layer: Layer) -> bool:
@@ -408,9 +401,8 @@ def _has_own_states(layer: Layer) -> bool:
     return kind.get_params is not Layer.get_params or kind.get_states is not Layer.get_states
 
 
-def _walk_own(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor, bool]]:
-    """As ``_walk_layer``, by what the methods of ``layer`` return."""
-    seen.add(id(layer))
+def _own_states(layer: Layer, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:
+    """As ``_states_of``, by what the methods of ``layer`` return."""
     params, states = layer.get_params(), layer.get_states()
     for values in (params, states):
         if not isinstance(values, Mapping):
@@ -421,10 +413,8 @@ def _walk_own(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, 
         check_tensor(repr(layer), tensor)
         if not isinstance(name, str):
             raise DTypeError(f"{layer!r}: get_params and get_states must have names as keys, not {name!r}")
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            own = _own_part(name, layer, prefix) if name == tensor.name else name
-            yield prefix + own, tensor, name in params
+        own = _own_part(name, layer, prefix) if name == tensor.name else name
+        yield prefix + own, tensor, name in params
 
 
 def _own_part(name: str, layer: Layer, prefix: str) -> str:
