@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class OfThread(threading.local):
         capture: what captures its kernels as a CUDA graph (backend.cuda.capture.Numbers), else None.
         clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
         model: whose step runs (model.Model), else None.
+        before_backward: called as a backward pass begins, in the first step of a model that was not compiled.
         has_left_out: set True where a part of a step was left out (graph.recorder.fork).
         on_read: called with the name of a watched attribute before a read (record.watched), else None.
     """
@@ -71,6 +72,7 @@ class OfThread(threading.local):
     capture: Any = None
     clock: Any = None
     model: Any = None
+    before_backward: Callable[[], None] | None = None
     has_left_out: bool = False
     on_read: Any = None
 

@@ -19,6 +19,7 @@ from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer, layers_of
 from .opt.base import Optimizer
+from .opt.checks import check_not_wrapped
 from .record.record import RecordInfo
 from .record.records import Records
 from .tensor import Tensor, to_numpy
@@ -87,7 +88,7 @@ class Model(Layer):
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
-            _check_not_wrapped(optimizer)
+            check_not_wrapped("set_optimizer", optimizer)
         self._optimizer = optimizer
         # id() of the parameters that the optimizer knows; None: it was given none
         self._prepared: frozenset[int] | None = None
@@ -140,19 +141,19 @@ class Model(Layer):
         except BaseException:
             self._precision = before
             raise
-        self._take_parameters()
+        self._name_parameters()
+        self._is_compiled = True
         self.train(is_train)
         self.graph(use_graph, sequential)
 
-    def _take_parameters(self) -> None:
-        """Name the parameters, which are all there now, and give them to the optimizer."""
-        self._is_compiled = True
+    def _name_parameters(self) -> None:
         for name, param in self.get_params().items():  # as an optimizer does that is set later or never
             param.name = name
         self._prepare()
 
     def _prepare(self) -> None:
-        if self._prepared is not None or self._optimizer is None or not self._is_compiled:
+        """Give the parameters to the optimizer, if it has none."""
+        if self._prepared is not None or self._optimizer is None:
             return
         params = self.get_params()
         buffers = {name: value for name, value in self.get_states().items() if name not in params}
@@ -205,11 +206,12 @@ class Model(Layer):
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """``train_one_batch`` in training mode, ``forward`` in evaluation mode.
 
-        A model that was not compiled makes its parameters in its first training step, which runs eagerly.
+        A model that was not compiled makes its parameters in its first training step, which runs eagerly; they are
+        named as the step's backward pass begins.
 
         Raises:
-            GraphError: a model that is neither compiled nor in a mode has an optimizer; ``compile`` was not called
-                and the model trains with a DistOpt of several ranks, or in the step of another.
+            GraphError: a model that is neither compiled nor in a mode has an optimizer; or one that was not compiled is
+                to train within another's step or ``compile``, with a DistOpt of several ranks, or with order="fixed".
         """
         if not self.training:
             is_layer = this_thread.model is not None and not self._has_mode
@@ -228,13 +230,11 @@ class Model(Layer):
         begin_step()
         this_thread.training = True
         try:
+            if not self._is_compiled:
+                return self._run_first(*inputs, **options)
             self._prepare()
             if self._optimizer is not None and self._optimizer.places_streams:
                 self._optimizer.place_streams()
-            if not self._is_compiled:
-                results = self.run_train_one_batch(*inputs, **options)
-                self._take_parameters()
-                return results
             if not self._use_graph:
                 return self.run_train_one_batch(*inputs, **options)
             if self._records.owner() is not self:  # they are of the model that this is a copy of
@@ -246,16 +246,32 @@ class Model(Layer):
 
     def _check_may_train(self) -> None:
         """Raise GraphError where a model that was not compiled cannot train."""
-        if self._optimizer in state.dist_opts:
+        is_fixed = self._optimizer is not None and self._optimizer.places_streams
+        if is_fixed or any(dist is self._optimizer for dist in state.dist_opts):
             raise GraphError(
-                f"{type(self).__name__}: call compile([inputs]) before training with a DistOpt, which makes the "
-                "parameters of all ranks equal there"
+                f"{type(self).__name__}: call compile([inputs]) before training with this DistOpt, which has all ranks "
+                "begin alike there"
             )
-        if this_thread.model is not None:
+        if this_thread.model is not None or not this_thread.recording:
             raise GraphError(
-                f"{type(self).__name__}: call compile([inputs]) before training it in the step of "
-                f"{type(this_thread.model).__name__}"
+                f"{type(self).__name__}: call compile([inputs]) before training it within another model or no_grad()"
             )
+
+    def _run_first(self, *inputs: Any, **options: Any) -> Any:
+        """Run the step of a model that was not compiled."""
+
+        def begin_backward() -> None:  # of several in the step, a later one may have more layers behind it
+            self._check_prepared()
+            self._name_parameters()
+
+        before, this_thread.before_backward = this_thread.before_backward, begin_backward
+        try:
+            results = self.run_train_one_batch(*inputs, **options)
+        finally:
+            this_thread.before_backward = before
+        begin_backward()
+        self._is_compiled = True
+        return results
 
     def run_train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """Run ``train_one_batch`` in the model's precision, unrecorded; what records of steps run, too."""
@@ -361,8 +377,8 @@ class Model(Layer):
         if shape is not None:
             warn(
                 f"{where}: the optimizer updates a parameter of shape {shape} that {type(self).__name__} did not have "
-                "when it was compiled: a checkpoint lacks it, or another process refuses that. Keep layers in "
-                "attributes, and compile again after adding some"
+                "when it was compiled or first trained: a checkpoint lacks it, or another process refuses that. Keep "
+                "layers in attributes, and compile again after adding some"
             )
         for records in self._all_records():
             records.postpone()
@@ -428,13 +444,3 @@ class Model(Layer):
 def _flag(value: object) -> object:
     """Return the bool that the text "True" or "False" says; anything else as it is."""
     return value == "True" if isinstance(value, str) and value in ("True", "False") else value
-
-
-def _check_not_wrapped(optimizer: Optimizer) -> None:
-    """Raise OptionError for an optimizer that a DistOpt of several ranks wraps."""
-    for dist in state.dist_opts:
-        if dist.opt is optimizer:
-            raise OptionError(
-                f"set_optimizer: {optimizer!r} is inside a DistOpt of {dist.world_size} ranks, and with it alone each "
-                "rank would train by itself; give the DistOpt"
-            )

@@ -16,7 +16,7 @@ from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
-from singa_lite.errors import CheckpointError, GraphError, OptionError, ShapeError
+from singa_lite.errors import CheckpointError, GraphError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -334,110 +334,6 @@ def test_a_model_with_an_optimizer_and_without_a_mode_is_an_error_and_evaluation
     assert outer(x).shape == (8, 4)
     net.eval()
     assert net(x).shape == (8, 4)
-
-
-class Steady(Net):
-    """Net without dropout, which draws numbers in a step and none while a model is compiled."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = layer.Conv2d(
-            3, 3, padding=1, bias=False
-        )  # a bias before batch norm has rounding as gradient
-        self.dropout = layer.ReLU()
-
-    def train_one_batch(self, x, y):
-        out = self.forward(x)
-        loss = self.loss(out, y)
-        self.optimizer(loss)
-        return out, loss
-
-
-OPTIMIZERS = {
-    "momentum": lambda: opt.SGD(0.1, 0.9),
-    "Adam": lambda: opt.Adam(0.01),
-    "accumulate": lambda: opt.DistOpt(
-        opt.Adam(0.01), communicator=LocalCommunicator(World()), accumulate=2, clip_norm=1.0
-    ),
-}
-
-
-@pytest.mark.parametrize("use_graph", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_without_compile_gives_what_a_compiled_model_gives(optimizer, use_graph, tmp_path):
-    def make():
-        get_default_device().SetRandSeed(5)
-        net = Steady()
-        net.set_optimizer(OPTIMIZERS[optimizer]())
-        return net
-
-    trained = []
-    for compiles in (True, False):
-        net = make()
-        if compiles:
-            net.compile([batch(0)[0]])
-        net.train()
-        net.graph(use_graph)
-        losses = [to_numpy(net(*batch(step))[1]) for step in range(6)]
-        reasons = {info.break_reason for info in net.graph_info()}
-        assert reasons == ({None} if use_graph else set())
-        path = tmp_path / f"{compiles}.zip"
-        net.save_states(path)
-        again = make()
-        again.compile([batch(0)[0]])
-        again.load_states(path)
-        assert values(again) == values(net)
-        params = {name: to_numpy(value) for name, value in net.get_states().items()}
-        states = params | net.optimizer.get_states()
-        trained.append(states | {"losses": np.array(losses)})
-    assert trained[0].keys() == trained[1].keys()
-    for name, value in trained[
-        0
-    ].items():  # here the first step is eager, and a recorded one rounds otherwise
-        np.testing.assert_allclose(trained[1][name], value, rtol=1e-4 * use_graph, atol=1e-5 * use_graph)
-
-
-def test_training_without_compile_with_a_dist_opt_or_in_another_step_is_an_error():
-    inner, (x, y) = Steady(), batch(0)
-    inner.set_optimizer(opt.SGD(0.1))
-    inner.train()
-
-    class Around(Outer):
-        def train_one_batch(self, x, y):
-            return self.inner(x, y)
-
-    outer = Around(inner)
-    outer.set_optimizer(opt.SGD(0.1))
-    outer.train()
-    with pytest.raises(
-        GraphError, match=r"Steady: call compile\(\[inputs\]\) before .* in the step of Around"
-    ):
-        outer(x, y)
-    assert not inner.get_params()
-    assert all(
-        "Steady: call compile([inputs]) before" in text for text in run_ranks(trains_without_compile, 2)
-    )
-
-
-def trains_without_compile(communicator):
-    net = Steady()
-    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator))
-    net.train()
-    with pytest.raises(GraphError) as raised:
-        net(*batch(communicator.rank))
-    return str(raised.value)
-
-
-def test_a_step_without_compile_that_fails_may_be_tried_again():
-    net, (x, y) = Steady(), batch(0)
-    net.set_optimizer(opt.SGD(0.1))
-    net.train()
-    with pytest.raises(ShapeError):
-        net(x, Tensor(data=np.zeros(3, np.int64)))
-    with pytest.raises(GraphError, match="has no parameters yet"):
-        net.save_states("unused.zip")
-    net(x, y)
-    assert "conv.W" in net.get_params()
 
 
 @pytest.mark.parametrize("use_graph", [False, True])

@@ -387,6 +387,8 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     """
     check_recorded(y)
     assert y.creator is not None
+    if this_thread.before_backward is not None:
+        this_thread.before_backward()
     nodes = nodes_behind(y.creator)
     used = next((node for node in nodes if node.context is None), None)
     if used is not None:
@@ -411,7 +413,7 @@ def check_recorded(y: object) -> None:
         raise GraphError(
             "backward: this tensor was not recorded; set autograd.training = True before the forward pass, "
             "compute outside no_grad(), and from at least one tensor with stores_grad=True; "
-            "calling a Model that is not compiled evaluates it"
+            "calling a Model that is neither compiled nor in training mode evaluates it"
         )
     if y.creator.context is None:
         raise GraphError(_why_used_up(y.creator))

@@ -16,7 +16,7 @@ import numpy as np
 from .. import autograd
 from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
-from ..config import this_thread
+from ..config import state, this_thread
 from ..device import Device
 from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int
 from ..graph.clock import drop_step, lap
@@ -27,7 +27,7 @@ from ..tensor import Tensor
 from ..tensor.checks import as_dtype
 from ..tensor.core import check_tensor, set_grads_fresh
 from .arguments import description_of, make
-from .checks import as_pairs, check_arrays, check_pair, check_steps, unique_names
+from .checks import as_pairs, check_arrays, check_not_wrapped, check_pair, check_steps, unique_names
 from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
 from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described
 
@@ -112,7 +112,13 @@ class Optimizer:
         self._step_counter = check_int(type(self).__name__, "step_counter", steps, 0)
 
     def __call__(self, loss: Tensor) -> None:
-        """Run backward, update every parameter, and count the step."""
+        """Run backward, update every parameter, and count the step.
+
+        Raises:
+            OptionError: a DistOpt of several ranks wraps this optimizer.
+        """
+        check_not_wrapped(type(self).__name__, self)
+        guard((self, "is wrapped"), lambda: any(dist.opt is self for dist in state.dist_opts))
         self.call(loss)
         self.step()
 
@@ -131,7 +137,7 @@ class Optimizer:
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Take over the names of a model's parameters; ``buffers`` are states without gradient.
 
-        ``Model.compile`` calls it on every rank; DistOpt makes the ranks agree here.
+        ``Model.compile`` calls it on every rank, or else the first training step; DistOpt makes the ranks agree here.
 
         Raises:
             OptionError: not a dict. DTypeError: something in it is not a Tensor.

@@ -8,11 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from ..config import state
 from ..dtypes import bfloat16
-from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_text
+from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, check_text
 from ..tensor import Tensor
 
 MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
+
+
+def check_not_wrapped(where: str, optimizer: object) -> None:
+    """Raise OptionError for an optimizer that a DistOpt of several ranks wraps."""
+    for dist in state.dist_opts:
+        if dist.opt is optimizer:
+            raise OptionError(
+                f"{where}: {optimizer!r} is inside a DistOpt of {dist.world_size} ranks, and with it alone each rank "
+                "would train by itself; give the DistOpt"
+            )
 
 
 def check_arrays(where: str, states: object) -> None:

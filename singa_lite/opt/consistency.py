@@ -25,7 +25,7 @@ from .step_options import CallDefaults, StepOptions, schedules
 
 BY_HAND = (
     "DistOpt: the ranks started with different values of the parameters that they update by hand, and keep them "
-    "different. Call DistOpt.broadcast(params) before training, or use a Model"
+    "different. Call DistOpt.broadcast(params) before training, or Model.set_optimizer with the DistOpt and compile"
 )
 OWN_STEP = (
     "DistOpt: the optimizer's step counter has changed since the last update by hand without DistOpt.step(), so the "
@@ -118,7 +118,7 @@ class Consistency:
             dist.broadcast(named)
             warn(
                 "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
-                "Call DistOpt.broadcast(params) before training, or use a Model"
+                "Call DistOpt.broadcast(params) before training, or Model.set_optimizer with the DistOpt and compile"
             )
 
     def compare_by_hand(self, dist: Compared) -> None:

@@ -185,6 +185,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._thresholds: dict[Scheme, int] = {}  # this object's when a scheme was made
         self._ranks = Consistency(world, self._sums, check_every)
+        if self.opt._step_counter:  # each rank may have made other steps with it
+            self._ranks.states_loaded()
         self._compared_opt = self.opt  # that the ranks have compared, or will at the next step
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet

@@ -20,6 +20,7 @@ __all__ = [
     "as_dtype",
     "as_index",
     "as_permutation",
+    "as_shape",
     "bfloat16",
     "broadcast_shape",
     "float16",

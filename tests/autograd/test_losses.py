@@ -32,3 +32,21 @@ def test_cossim_of_a_row_of_zeros_is_0_and_of_large_and_small_rows_right() -> No
     a = Tensor(data=[[0.0, 0.0], [300.0, 400.0], [3e-5, 4e-5]], dtype="float16")
     b = Tensor(data=[[1.0, 2.0], [400.0, 300.0], [4.0, 3.0]], dtype="float16")
     np.testing.assert_allclose(to_numpy(autograd.cossim(a, b)), [0, 0.96, 0.96], atol=4e-3)
+
+
+def test_the_gradient_of_short_rows_is_that_of_the_function() -> None:
+    """By differences, in float64, of rows about as long as what is added to their lengths."""
+    autograd.training = True
+    a, b = np.array([[3e-9, 4e-9], [0.0, 0.0], [2e-8, -1e-8]]), np.array([[4.0, 3.0], [1.0, 2.0], [1.0, 1.0]])
+    x = Tensor(data=a, dtype="float64", stores_grad=True)
+    y = autograd.cossim(x, Tensor(data=b, dtype="float64"))
+    found = to_numpy(autograd.gradients(y, Tensor(data=np.ones(3), dtype="float64"))[x])
+    autograd.training = False
+
+    def cosines(a: np.ndarray) -> np.ndarray:
+        return (a * b).sum(1) / np.sqrt((a * a).sum(1) + 1e-16) / np.sqrt((b * b).sum(1) + 1e-16)
+
+    step = 1e-13
+    for column, offset in enumerate(np.eye(2) * step):
+        expected = (cosines(a + offset) - cosines(a - offset)) / (2 * step)
+        np.testing.assert_allclose(found[:, column], expected, rtol=1e-5, atol=1e-2)

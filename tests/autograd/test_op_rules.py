@@ -743,6 +743,8 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
     ("split axis", lambda: autograd.split(ones(4), 1, (4,)), ShapeError, "split: axis 1 is out of range"),
     ("tile by a float", lambda: autograd.tile(ones(2), 1.5), OptionError, "tile: repeats"),
     ("tile by less than 0", lambda: autograd.tile(ones(2), (-1, 2)), OptionError, "tile: repeats"),
+    ("tile beyond memory", lambda: autograd.tile(ones(2), 2**62), ShapeError, "more axes or elements"),
+    ("tile into 65 axes", lambda: autograd.tile(ones(2), (1,) * 65), ShapeError, "more axes or elements"),
     ("cossim of vectors", lambda: autograd.cossim(ones(2), ones(2)), ShapeError, "must have 2 axes"),
     ("cossim shapes", lambda: autograd.cossim(ones(2, 3), ones(1, 3)), ShapeError, "must have one shape"),
     ("ranking shapes", lambda: autograd.ranking_loss(ones(2), ones(2, 1)), ShapeError, "must have one shape"),

@@ -109,9 +109,14 @@ def sum_to(context: Context, dy: Array, shape: Shape, dtype: Any = None) -> Arra
     return out
 
 
+def as_array(context: Context, number: float, dtype: Any) -> Array:
+    """Return ``number`` as an array without axes."""
+    return context.backend.asarray(np.array(number, dtype))
+
+
 def scaled(context: Context, x: Array, factor: float) -> Array:
     """Return x * factor, in the dtype of x; rounded once."""
-    return like(context, "mul", x, context.backend.asarray(np.array(factor, accumulation_dtype(x.dtype))))
+    return like(context, "mul", x, as_array(context, factor, accumulation_dtype(x.dtype)))
 
 
 # ---- operators -----------------------------------------------------------------------------------------

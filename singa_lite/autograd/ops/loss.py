@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ...dtypes import accumulation_dtype
 from ...errors import DTypeError, ShapeError, check_number
 from ...tensor import Tensor
+from ...tensor.checks import convert_number
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim, check_some, like, scaled
 
@@ -222,7 +221,7 @@ class RankingLoss(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         pos, neg = (context.cast(x, accumulation_dtype(x.dtype)) for x in inputs)
-        margin = context.backend.asarray(np.array(self.margin, pos.dtype))
+        margin = context.backend.asarray(convert_number("ranking_loss: M", self.margin, pos.dtype))
         missing = like(context, "relu", like(context, "add", like(context, "sub", neg, pos), margin))
         context.save(missing, inputs[0].dtype)
         loss = context.empty((1,), pos.dtype)
@@ -235,7 +234,7 @@ class RankingLoss(Operator):
         shares = context.empty(missing.shape, missing.dtype)
         context.run("broadcast_to", share.reshape([1] * missing.ndim), out=shares)
         dneg = context.cast(like(context, "relu_backward", shares, missing), dtype)
-        return like(context, "negative", dneg) if context.needs_grad[0] else None, dneg
+        return like(context, "negative", dneg), dneg
 
 
 def ranking_loss(pos: Tensor, neg: Tensor, M: float = 0.2) -> Tensor:

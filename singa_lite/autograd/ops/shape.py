@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from builtins import slice as slice_type  # ``slice`` is the operator here
 from collections.abc import Sequence
-from operator import mul
 from typing import Any
 
 import numpy as np
 
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
 from ...graph.rounded import note_written
-from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, product, resolve_shape
+from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, as_shape, product, resolve_shape
 from ...tensor.checks import convert_number, listed
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_tensors
@@ -369,25 +368,23 @@ def split(
 class Tile(Operator):
     autocast = "keep"
 
-    def __init__(self, repeats: tuple[int, ...]) -> None:
-        self.repeats = repeats
+    def __init__(self, axis: int, count: int) -> None:
+        self.axis, self.count = axis, count
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         (x,) = inputs
         context.save(x.shape)
-        y = context.empty(tuple(map(mul, self.repeats, x.shape)), x.dtype)
-        # two axes for each: the copies, and what is copied
-        copies = [n for pair in zip(self.repeats, x.shape, strict=True) for n in pair]
-        single = [n for size in x.shape for n in (1, size)]
-        context.run("broadcast_to", x.reshape(single), out=y.reshape(copies))
+        before, after = product(x.shape[: self.axis]), product(x.shape[self.axis :])
+        sizes = [size * (self.count if axis == self.axis else 1) for axis, size in enumerate(x.shape)]
+        y = context.empty(as_shape("tile", sizes), x.dtype)
+        context.run("broadcast_to", x.reshape(before, 1, after), out=y.reshape(before, self.count, after))
         return y
 
     def backward(self, context: Context, *dys: Array) -> Array:
         (shape,) = context.saved
-        dx = context.empty(shape, dys[0].dtype)
-        copies = [n for pair in zip(self.repeats, shape, strict=True) for n in pair]
-        axes = tuple(range(0, len(copies), 2))
-        context.run("sum", dys[0].reshape(copies), out=dx, axes=axes, keepdims=False)
+        before, after = product(shape[: self.axis]), product(shape[self.axis :])
+        dx, copies = context.empty(shape, dys[0].dtype), dys[0].reshape(before, self.count, after)
+        context.run("sum", copies, out=dx.reshape(before, after), axes=(1,), keepdims=False)
         return dx
 
 
@@ -399,17 +396,20 @@ def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
         repeats: copies along each axis, >= 0; fewer numbers than axes are for the last ones, more add axes in front.
 
     Returns:
-        The size of each axis times its copies, the dtype of ``x``.
+        The size of each axis times its copies, the dtype of ``x``; shares its memory where all counts are 1.
 
     Raises:
         OptionError: ``repeats`` is not an int or a list of ints >= 0.
+        ShapeError: more axes or elements than an array can have.
     """
     check_tensors("tile", x)
-    counts = check_ints("tile", "repeats", listed(repeats), 0)
-    missing = len(counts) - x.ndim()
-    if missing > 0:
-        x = reshape(x, (*[1] * missing, *x.shape))
-    return Tile((*[1] * -missing, *counts))(x)  # type: ignore[no-any-return]
+    given = check_ints("tile", "repeats", listed(repeats), 0)
+    counts = [*[1] * (x.ndim() - len(given)), *given]
+    y = reshape(x, as_shape("tile", (*[1] * (len(counts) - x.ndim()), *x.shape)))
+    for axis, count in enumerate(counts):
+        if count != 1:
+            y = Tile(axis, count)(y)
+    return y
 
 
 def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:

@@ -7,7 +7,7 @@ from ...dtypes import accumulation_dtype
 from ...errors import ShapeError
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
-from ._common import check_floats, check_ndim, like
+from ._common import as_array, check_floats, check_ndim, like
 
 __all__ = ["cossim"]
 
@@ -48,13 +48,15 @@ def _dot(context: Context, a: Array, b: Array) -> Array:
 
 
 def _length(context: Context, a: Array) -> Array:
-    return like(context, "clip", like(context, "sqrt", _dot(context, a, a)), min=1e-8, max=None)
+    """Return the lengths of rows, (N, 1), as ``cossim`` has them."""
+    return like(context, "sqrt", like(context, "add", _dot(context, a, a), as_array(context, 1e-16, a.dtype)))
 
 
 def cossim(a: Tensor, b: Tensor) -> Tensor:
     """Return the cosine of the angle between the rows of two matrices.
 
-    A row shorter than 1e-8 counts as one of that length: a row of zeros has the cosine 0.
+    The length of a row is sqrt(its squares' sum + 1e-16): a row of zeros has the cosine 0, and a gradient of up to 1e8,
+    which in float16 is infinite. Where squares overflow, in float32 from 1e19 on, cosine and gradient are 0.
 
     Args:
         a: float (N, C).
