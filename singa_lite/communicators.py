@@ -415,7 +415,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
             GraphError: in backward, after some sums: a parameter has changed its dtype since and has another gradient.
         """
         communicator, op = self._member("all_reduce_callback", group), _op(division)
-        check_int("all_reduce_callback", "pack_size", pack_size, 1)
+        pack_size = check_int("all_reduce_callback", "pack_size", pack_size, 1)
         check_number("all_reduce_callback", "scale_grad", scale_grad, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         data = as_list(data)
         for value in data:

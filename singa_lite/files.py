@@ -67,6 +67,12 @@ def _hash_of(values: Mapping[str, Json]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError for a folder, a device or a pipe, whose reader would wait; OSError if there is nothing."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise CheckpointError("it is not a regular file")
+
+
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a new file that takes the name ``path`` when the block ends without an error, and vanishes otherwise.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
-from .files import PART_SUFFIX, atomic_file, sealed, sync_folder, unsealed
+from .files import PART_SUFFIX, atomic_file, check_regular, sealed, sync_folder, unsealed
 
 FORMAT = 2  # 1 had a file of a rank's own arrays and one of its part of the others, and hashes by SHA-256
 LATEST_S = 1e12  # of times, seconds
@@ -139,6 +139,7 @@ def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], 
     found, problems = [], {}
     for path in (Path(folder) / name for name in names if FOLDER.fullmatch(name)):
         try:
+            check_regular(path / MANIFEST)
             found.append(Generation(path, _manifest((path / MANIFEST).read_bytes())))
         except (FileNotFoundError, NotADirectoryError):
             continue  # never finished, or being removed
@@ -181,9 +182,9 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
         while made.name in names:  # also of an unfinished one, see Note [generations]
             number += 1
             made = parent / f"step-{step:08d}.{number}"
-        made.mkdir()
         for path in unfinished:
             _remove(path)
+        made.mkdir()
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise CheckpointError(f"cannot make a folder in {folder}: {error}") from error
     return made

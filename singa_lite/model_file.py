@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 import struct
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +24,7 @@ import numpy as np
 
 from .dtypes import bfloat16
 from .errors import CheckpointError
-from .files import atomic_file
+from .files import atomic_file, check_regular
 
 STATES_FILE = "tensor_dict.npz"
 ATTRIBUTES_FILE = "states_attr.json"
@@ -150,8 +149,7 @@ def read_checkpoint(
     try:
         if isinstance(path, int):  # of an open file, which reading would close
             raise CheckpointError("expected a path, got the number of an open file")
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError("it is not a regular file")
+        check_regular(path)
         with open(path, "rb") as file:
             return _read(file, states, optimizer)
     except CheckpointError as error:

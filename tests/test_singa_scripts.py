@@ -260,5 +260,7 @@ def test_a_model_that_is_not_compiled_is_named_where_nothing_was_recorded() -> N
     autograd.training = True
     x = inputs(3, 2)
     loss = autograd.mse_loss(Two()(x), x)
-    with pytest.raises(GraphError, match="calling a Model that is not compiled evaluates it"):
+    with pytest.raises(
+        GraphError, match="calling a Model that is neither compiled nor in training mode evaluates it"
+    ):
         opt.SGD(0.1)(loss)

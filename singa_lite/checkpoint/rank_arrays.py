@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from ..files import atomic_file
+from ..files import atomic_file, check_regular
 from ..generation import Generation, rank_file
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -78,7 +78,7 @@ def _read_arrays(generation: Generation, rank: int, hashes: Mapping[str, str]) -
         arrays: Arrays = safetensors.numpy.load(_part_of(path, hashes))
     except (
         *(FileNotFoundError, NotADirectoryError, IsADirectoryError),
-        *(ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError),
+        *(CheckpointError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError),
         safetensors.SafetensorError,
     ) as error:
         # AttributeError: a dtype that numpy has not
@@ -95,6 +95,7 @@ def _part_of(path: Path, names: Collection[str]) -> bytes:
 
     They are read, not mapped: a file that gets shorter meanwhile would end the process by SIGBUS.
     """
+    check_regular(path)
     with open(path, "rb") as file:
         (num_bytes,) = struct.unpack("<Q", file.read(8))
         data_bytes = os.fstat(file.fileno()).st_size - 8 - num_bytes

@@ -45,7 +45,7 @@ def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> A
         raise ShapeError(
             f"pad_crop_flip: images must be (n, channels, h, w), but their shape is {images.shape}"
         )
-    check_int("pad_crop_flip", "pad", pad, 0)
+    pad = check_int("pad_crop_flip", "pad", pad, 0)
     count, channels, height, width = images.shape
     top, left = rng.integers(0, 2 * pad + 1, (2, count))
     mirrored = rng.integers(0, 2, count, dtype=bool)

@@ -45,8 +45,10 @@ def partition(num_samples: int, rank: int, world_size: int) -> slice:
         >>> [partition(10, rank, 3) for rank in range(3)]
         [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
     """
-    check_int("partition", "num_samples", num_samples, 0)
-    if check_int("partition", "rank", rank, 0) >= check_int("partition", "world_size", world_size, 1):
+    num_samples = check_int("partition", "num_samples", num_samples, 0)
+    rank = check_int("partition", "rank", rank, 0)
+    world_size = check_int("partition", "world_size", world_size, 1)
+    if rank >= world_size:
         raise OptionError(f"partition: {num_samples} samples for rank {rank} of {world_size} ranks")
     each, extra = divmod(num_samples, world_size)
     start = rank * each + min(rank, extra)
@@ -71,6 +73,7 @@ class ResumableSampler:
         self._last_thread: int | None = None  # that has run a loop over it
         self._loops = 0  # that have begun
         self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
+        self._ahead: int | None = None  # that thread, once it has begun
 
     @property
     def epoch(self) -> int:
@@ -108,7 +111,7 @@ class ResumableSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch`` (>= 0), outside a loop; within that epoch already, stay at the position."""
-        check_int(type(self).__name__, "epoch", epoch, 0)
+        epoch = check_int(type(self).__name__, "epoch", epoch, 0)
         if epoch != self.epoch:
             self._move(Cursor(epoch))
 
@@ -148,8 +151,14 @@ class ResumableSampler:
         raise NotImplementedError
 
     def start_following(self) -> None:
-        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one."""
-        self._taken = self.live_state()
+        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one.
+
+        Raises:
+            DataError: another consumer is followed.
+        """
+        if self._taken is not None:
+            raise self._is_followed()
+        self._taken, self._ahead = self.live_state(), None
 
     def follow(self, state: dict[str, int]) -> None:
         """Return ``state`` from ``state_dict`` from now on: that of the last batch a consumer has taken.
@@ -168,6 +177,12 @@ class ResumableSampler:
 
     def _move(self, cursor: Cursor) -> None:
         self._cursor, self._taken, self._iterated_by = cursor, None, None
+
+    def _is_followed(self) -> DataError:
+        return DataError(
+            f"{type(self).__name__}: the loop over an earlier prefetch(..., sampler=) was left, but that still holds "
+            "batches, which would be left out of another loop; close() it first"
+        )
 
     def _was_moved(self) -> CheckpointError:
         return CheckpointError(
@@ -197,8 +212,12 @@ class ResumableSampler:
 
         Raises:
             CheckpointError: the sampler was moved meanwhile.
-            DataError: another loop over it has begun.
+            DataError: another loop over it has begun, or a thread runs ahead of a consumer that has not left its loop.
         """
+        if self._taken is not None:
+            if self._ahead not in (None, threading.get_ident()):
+                raise self._is_followed()
+            self._ahead = threading.get_ident()
         cursor, epoch, start = self._cursor, self.epoch, self.start
         self._loops += 1
         loop = self._loops
@@ -263,27 +282,26 @@ class ShardedSampler(ResumableSampler):
     ) -> None:
         super().__init__()
         where = "ShardedSampler"
-        check_int(where, "num_samples", num_samples, 0)
-        check_int(where, "batch_size", batch_size, 1)
-        check_int(where, "seed", seed, 0)
-        if check_int(where, "rank", rank, 0) >= check_int(where, "world_size", world_size, 1):
+        self.num_samples = check_int(where, "num_samples", num_samples, 0)
+        self.batch_size = check_int(where, "batch_size", batch_size, 1)
+        self.seed = check_int(where, "seed", seed, 0)
+        self.rank = check_int(where, "rank", rank, 0)
+        self.world_size = world_size = check_int(where, "world_size", world_size, 1)
+        if self.rank >= world_size:
             raise OptionError(f"{where}: rank = {rank} must be one of {world_size} ranks")
-        if microbatches is not None and check_int(where, "microbatches", microbatches, 1) % world_size:
-            raise OptionError(
-                f"ShardedSampler: microbatches = {microbatches} must divide by the {world_size} ranks"
-            )
+        if microbatches is not None:
+            microbatches = check_int(where, "microbatches", microbatches, 1)
+            if microbatches % world_size:
+                raise OptionError(
+                    f"{where}: microbatches = {microbatches} must divide by the {world_size} ranks"
+                )
         self.microbatches = microbatches
         self.num_batches = microbatches or world_size  # of a global batch
         self._each = self.num_batches // world_size  # of them, this rank's
-        if num_samples < self.num_batches:
+        if self.num_samples < self.num_batches:
             what = "ranks; use fewer ranks" if microbatches is None else "microbatches; use fewer"
             raise DataError(f"ShardedSampler: {num_samples} samples cannot feed {self.num_batches} {what}")
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
         self.shuffle = check_bool(where, "shuffle", shuffle)
-        self.seed = seed
 
     def __len__(self) -> int:
         """Batches of one epoch, from ``start`` on; equal on every rank."""

@@ -159,7 +159,7 @@ def batches(sampler: Sampler, batch_size: int) -> Batches:
         >>> [batch.tolist() for batch in batches(SplitSampler(5, 2, 0, shuffle=False), 2)]
         [[0, 1, 2]]
     """
-    check_int("batches", "batch_size", batch_size, 1)
+    batch_size = check_int("batches", "batch_size", batch_size, 1)
     is_number = isinstance(sampler, np.ndarray) and not sampler.ndim
     if is_number or not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
         raise OptionError(

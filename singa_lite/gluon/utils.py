@@ -123,7 +123,7 @@ def clip_global_norm(arrays: Iterable[Tensor | Array], max_norm: float, check_is
 def _keys_of_slices(
     shape: Sequence[int], num_slice: int, batch_axis: int, even_split: bool
 ) -> list[tuple[slice, ...]]:
-    check_int("split_data", "num_slice", num_slice, 1)
+    num_slice = check_int("split_data", "num_slice", num_slice, 1)
     axis = as_axis("split_data", batch_axis, len(shape))
     check_bool("split_data", "even_split", even_split)
     each, extra = divmod(shape[axis], num_slice)

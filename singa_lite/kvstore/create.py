@@ -63,9 +63,9 @@ def create(
     """
     own = {each: kind for kind in _subclasses(BASE) for each in vars(kind).get("names", ())}
     check_choice("kvstore.create", "name", name, (*LOCAL_NAMES, *SYNC_NAMES, *ASYNC_NAMES, *own))
-    check_int("kvstore.create", "big_array", big_array, 1)
+    big_array = check_int("kvstore.create", "big_array", big_array, 1)
     if staleness is not None:
-        check_int("kvstore.create", "staleness", staleness, 0)
+        staleness = check_int("kvstore.create", "staleness", staleness, 0)
         if name not in ASYNC_NAMES:
             raise OptionError(
                 f"kvstore.create: staleness is for dist_async; {name} has no worker ahead of another"

@@ -77,17 +77,19 @@ class Request(Work):
         """Wait until the arrays of the call may be touched, and what was pulled is there.
 
         Raises:
-            CommError: a server is gone, or has not answered in time; naming it and the keys.
+            CommError: a server is gone, or has not answered in time, naming it and the keys; or another thread is in a
+                call of the store.
         """
-        try:
-            for send in self.sends:
-                self._store.finish_send(self, send, timeout_s)
-            while self.waits_for and not isinstance(self._failure, CommError):
-                self._store.receive_answer(self, timeout_s)
-        except CommError as error:
-            if timeout_s is None:  # else it may be called again
-                self._fail(error)
-            raise
+        with self._store.by_one_thread(self.name):
+            try:
+                for send in self.sends:
+                    self._store.finish_send(self, send, timeout_s)
+                while self.waits_for and not isinstance(self._failure, CommError):
+                    self._store.receive_answer(self, timeout_s)
+            except CommError as error:
+                if timeout_s is None:  # else it may be called again
+                    self._fail(error)
+                raise
         if self._failure is not None:
             raise self._failure
 
@@ -97,12 +99,13 @@ class Request(Work):
 
     def done(self) -> bool:
         """Return whether wait() would return at once, or raise, as it does after the time-out; takes what has come."""
-        if self._failure is not None or self._store.has_ended(self):
+        with self._store.by_one_thread(self.name):
+            if self._failure is not None or self._store.has_ended(self):
+                return True
+            if time.monotonic() - self._started < self._store.timeout_s:
+                return False
+            self._fail(self._store.late(self))
             return True
-        if time.monotonic() - self._started < self._store.timeout_s:
-            return False
-        self._fail(self._store.late(self))
-        return True
 
 
 class DistStore(KVStore):

@@ -235,6 +235,10 @@ def damaged(communicator: Communicator, folder: str, name: str) -> tuple[str, in
         path = Path(folder) / "step-00000003" / name
         if name == "gone":
             (Path(folder) / "step-00000003" / generation.rank_file(1)).unlink()
+        elif name.startswith("pipe "):
+            path = Path(folder) / "step-00000003" / name.removeprefix("pipe ")
+            path.unlink()
+            os.mkfifo(path)
         elif name == "all":
             for each in Path(folder).glob("*/rank-00001.safetensors"):
                 each.write_bytes(each.read_bytes()[:-1])
@@ -257,7 +261,11 @@ def damaged(communicator: Communicator, folder: str, name: str) -> tuple[str, in
 
 
 @pytest.mark.parametrize(
-    "name", [generation.rank_file(1), generation.rank_file(2), generation.MANIFEST, "gone", "all"]
+    "name",
+    [
+        *(generation.rank_file(1), generation.rank_file(2), generation.MANIFEST, "gone", "all"),
+        *(f"pipe {name}" for name in (generation.rank_file(1), generation.MANIFEST)),
+    ],
 )
 def test_a_damaged_generation_is_left_out_on_all_ranks(tmp_path: Path, name: str) -> None:
     for error, step, texts in run_ranks(damaged, 3, str(tmp_path), name):

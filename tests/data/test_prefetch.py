@@ -368,3 +368,26 @@ def test_a_forked_child_is_told_that_it_has_no_thread() -> None:
     os.close(reader)
     os.close(writer)
     assert list(items) == list(range(1, 10))
+
+
+@pytest.mark.parametrize("make", [lambda: ShardedSampler(30, 2, 1, 3), lambda: SplitSampler(10, seed=3)])
+def test_a_loop_beside_a_loader_that_was_left_and_is_held_is_an_error(make):
+    """What the loader's thread has taken ahead would be left out of the second loop."""
+    sampler = make()
+    loader = prefetch((item for item in sampler), sampler=sampler)
+    first = next(loader)
+    before = sampler.state_dict()
+    for loop in (sampler, prefetch((item for item in sampler), sampler=sampler)):
+        with pytest.raises(DataError, match=r"close\(\) it first"):
+            next(iter(loop))
+    assert sampler.state_dict() == before
+    loader.close()
+    rest = list(prefetch((item for item in sampler), sampler=sampler))
+    assert [str(item) for item in [first, *rest]] == [str(item) for item in make()]
+    assert sampler.state_dict()["epoch"] == 1
+
+
+def test_a_loader_may_go_over_several_epochs():
+    sampler = ShardedSampler(30, 2, 1, 3)
+    loader = prefetch((item for _ in range(3) for item in sampler), sampler=sampler)
+    assert len(list(loader)) == 15 and sampler.state_dict()["epoch"] == 3

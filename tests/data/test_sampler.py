@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every sample once an epoch, equal steps on every rank, exact resume: properties over sizes and ranks."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from singa_lite.data import ShardedSampler, SplitSampler, partition
+from singa_lite.data import ShardedSampler, SplitSampler, batches, partition
 from singa_lite.errors import CheckpointError, DataError, OptionError
 
 
@@ -234,3 +236,14 @@ def test_a_second_loop_over_a_sampler_ends_the_first(make):
     used += list(second)
     assert len(used) == len(sampler) - 1 and sampler.epoch == 1
     assert len(list(sampler)) == len(sampler)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int64])
+def test_integers_of_numpy_are_ints(kind):
+    plain = ShardedSampler(255, 64, 3, 4, seed=2)
+    sampler = ShardedSampler(255 if kind is np.uint8 else kind(255), kind(64), kind(3), kind(4), seed=kind(2))
+    assert [batch.tolist() for batch in sampler] == [batch.tolist() for batch in plain]
+    sampler.set_epoch(kind(5))
+    assert json.loads(json.dumps(sampler.state_dict()))["epoch"] == 5
+    assert partition(1000, kind(3), kind(4)) == slice(750, 1000)
+    assert [batch.tolist() for batch in batches(range(5), kind(3))] == [[0, 1, 2], [3, 4]]

@@ -489,6 +489,10 @@ def workers_that_differ_have_an_error_that_names_one_and_what(rig: Rig) -> None:
     backward({params["w"]: 2 if odd else 1})  # adds to the sum
     differs("a hash of the gradient of w,", lambda: trainer.update(1))
     params["w"].mark_grad_stale()
+    rows = {"rows": parameter([1.0, 1.0, 1.0])}  # the same numbers, each worker in another order
+    other = make(rows, update_on_kvstore=False)
+    backward({rows["rows"]: [0, 0, 1] if odd else [1, 0, 0]})
+    differs("a hash of the gradient of rows,", lambda: other.update(1))
     backward({params["w"]: 1})
     trainer.allreduce_grads()
     differs("the batch size is 1.0 on worker 0 but 2.0", lambda: trainer.update(2 if odd else 1))

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 
 import numpy as np
 import pytest
 
 from singa_lite import opt
 from singa_lite.device import get_default_device
+from singa_lite.errors import CommError
 from singa_lite.kvstore.dist import BIG_ARRAY
 from singa_lite.kvstore.sums import DIRECT_BYTES
 from singa_lite.tensor import Tensor
@@ -291,6 +293,27 @@ def several_pushpulls_may_be_in_flight(rig):
         assert work.wait() is None and work.done()
         assert all((each == 1 + total * (i + 1)).all() for each in out), i
     assert all((each == 1 + 4 * total).all() for each in last)
+
+
+@fact(most)
+def a_second_thread_in_a_call_is_an_error(rig):
+    store, errors = rig.store(), []
+    store.init("a", np.ones(3, F32))
+
+    def call():
+        try:
+            store.pushpull("a", np.ones(3, F32), np.ones(3, F32))
+        except CommError as error:
+            errors.append(str(error))
+
+    with store.by_one_thread("a call"):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1 and "another thread is in a call of this store" in errors[0], errors
+    out = np.zeros(3, F32)
+    store.pushpull("a", np.full(3, rig.rank, F32), out)
+    assert (out == sum(range(rig.num_workers))).all()
 
 
 @fact(most)
