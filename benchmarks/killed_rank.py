@@ -9,6 +9,7 @@ Prints, from the instant of the kill: when each other rank had its CommError (re
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ def main() -> int:
     before = set(Path("/dev/shm").glob("singa_lite-*"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        script = [str(Path(__file__).resolve()), str(folder)]
+        script = [str(Path(__file__).resolve()), "--folder", str(folder)]
         command = [sys.executable, "-m", "singa_lite", "run", "-n", str(RANKS), *script]
         code = subprocess.run(command, timeout=60).returncode
         ended = time.monotonic()
@@ -76,7 +77,12 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        rank_main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, help="be a rank, which leaves its part there")
+    given = parser.parse_args()
+    if given.folder is not None:
+        rank_main(given.folder)
     else:
         sys.exit(main())

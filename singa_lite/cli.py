@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `run` starts ranks, `inspect` shows what they do, `bench` measures, `plan` predicts, `info`..."""
+"""The command line `singa-lite`, of which each command's own work is elsewhere."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from .comm.inspect_job import inspect_job
 from .errors import OptionError
 from .launch.command import add_run, launch_job
 
+DESCRIPTION = (
+    "run starts ranks, inspect shows what they do, bench compares dist_options, plan predicts their step times, "
+    "trace joins the parts of a trace, info says what works on this machine"
+)
 BENCHES = (
     "sync: train with several dist_options and compare them; compare: two results of sync; "
     "allreduce: time collectives"
@@ -25,7 +29,7 @@ BENCHES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
+    parser = argparse.ArgumentParser(prog="singa-lite", description=DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     named = [COMMANDS[word] for word in words[:1] if word in COMMANDS]
     # only the one: `run` would start later by what `plan` and `info` import

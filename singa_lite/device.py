@@ -110,7 +110,11 @@ class Device:
         print(self.profile.text(), flush=True)
 
     def SetRandSeed(self, seed: int) -> None:
-        """Restart the device's random stream from ``seed`` (0 <= seed < 2**64; 0 is where it starts)."""
+        """Restart the device's random stream from ``seed`` (0 <= seed < 2**64; 0 is where it starts).
+
+        Raises:
+            OptionError: ``seed`` is not such an int.
+        """
         if check_int("SetRandSeed", "seed", seed, 0) >= 2**64:
             raise OptionError(f"SetRandSeed: seed = {seed} must be in 0 .. 2**64 - 1")
         break_graph("it sets the seed of a device, which a replay would not do")

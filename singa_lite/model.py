@@ -122,6 +122,7 @@ class Model(Layer):
                 many inputs. Nothing has changed then.
             DeviceError: ``precision`` is not there on the device of an input; nor has anything changed then.
             GraphError: layers were replaced after steps of the optimizer, which keeps states of their parameters.
+            CommError: with a DistOpt, ranks have other parameters or optimizers, or a peer is gone or late.
         """
         if not isinstance(inputs, (list, tuple)) or not all(map(leaves, inputs)):
             raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")

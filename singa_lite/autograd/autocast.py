@@ -77,6 +77,7 @@ def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextMa
         DeviceError: inside, an input on a device without that precision.
 
     Example:
+        >>> from singa_lite import autograd
         >>> x = Tensor(data=np.ones((2, 3), np.float32))
         >>> with autograd.autocast("bf16"):
         ...     y = autograd.matmul(x, Tensor(data=np.ones((3, 4), np.float32)))

@@ -82,8 +82,8 @@ def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> li
         case "hierarchical":
             return messages_of(options.outer, shapes, size)
     raise OptionError(
-        f"plan: there is no formula for what {option} sends: it depends on the gradients, or is not of this package; "
-        "leave it out"
+        f"plan: there is no formula for what {option} sends: it depends on the gradients or the step, or is not of "
+        "this package; leave it out"
     )
 
 

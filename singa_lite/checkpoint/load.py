@@ -67,6 +67,7 @@ def load_job(
         CheckpointError: on all ranks: all generations that are there are damaged; the newest whole one cannot be read
             by the system, is of another model, optimizer or sampler, or only as many ranks as saved it can go on from
             it; or with order="fixed" ranks had another number of threads. CommError: a peer has gone.
+        OptionError: an argument is of another type.
     """
     check_arguments("load_job", folder, trainer, sampler)
     communicator, optimizer = parts_of(model, trainer, "load_job")

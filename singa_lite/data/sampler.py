@@ -41,6 +41,9 @@ def partition(num_samples: int, rank: int, world_size: int) -> slice:
         rank: 0 <= rank < world_size.
         world_size: number of ranks.
 
+    Raises:
+        OptionError: an argument is out of range.
+
     Example:
         >>> [partition(10, rank, 3) for rank in range(3)]
         [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]

@@ -171,7 +171,7 @@ class Trainer:
                 parameter whose gradient is stale on all workers is not touched. Equal on all workers.
 
         Raises:
-            GraphError: a gradient is stale; nothing has moved.
+            GraphError: a gradient is stale; nothing has moved. OptionError: ``batch_size`` is not a number > 0.
             CommError: a worker or server is gone, or disagrees.
         """
         scale = 1 / checked_batch_size("step", batch_size)

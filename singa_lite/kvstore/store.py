@@ -204,6 +204,10 @@ class KVStore(WorkerCalls):
             key: one or several.
             out: for each an array of the key's shape and dtype, or a list of such, which is changed.
             priority, ignore_sparse: accepted.
+
+        Raises:
+            OptionError: an unknown key. DTypeError, ShapeError: arrays that are not like the key's.
+            CommError: a worker or server is gone, or disagrees.
         """
         pulls = self._arguments.pulls("pull", self._arguments.known("pull", key), key, out)
         with self.aborting("pull"):
@@ -273,7 +277,7 @@ class KVStore(WorkerCalls):
         """Set the learning rate of the store's optimizer from the next push on; all workers call it alike.
 
         Raises:
-            OptionError: there is no optimizer, or ``lr`` is not a number >= 0.
+            OptionError: there is no optimizer, or ``lr`` is not a number >= 0. CommError: the workers give other rates.
         """
         if self._optimizer is None:
             raise OptionError(f"{self._name}: set_learning_rate: set_optimizer() comes first")

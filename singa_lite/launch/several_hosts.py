@@ -147,7 +147,7 @@ def find_mpiexec() -> tuple[str, int]:
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise CommError(f"launch: there is no mpiexec, which starts processes on several hosts; {CURE}")
+        raise CommError(f"launch: there is no mpiexec of MPICH, which starts the processes; {CURE}")
     answer = subprocess.run([mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     version = re.search(r"^HYDRA.*^\s*Version:\s*(\d+)", answer.stdout, re.MULTILINE | re.DOTALL)
     if version is None:

@@ -41,7 +41,7 @@ class Conv2d(Layer):
 
     Raises:
         OptionError: an option is unknown or out of range.
-        ShapeError: at a call, if x is not (N, in_channels, H, W) or too small.
+        ShapeError: at a call, if x is not (N, in_channels, H, W) or too small. DTypeError: if it is not of floats.
     """
 
     W: Tensor

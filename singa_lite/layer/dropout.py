@@ -16,6 +16,9 @@ class Dropout(Layer):
 
     Args:
         ratio: share that is zeroed, 0 <= ratio < 1.
+
+    Raises:
+        OptionError: ``ratio`` is out of range. DTypeError: at a call, if x is not of floats.
     """
 
     def __init__(self, ratio: float = 0.5) -> None:

@@ -38,7 +38,7 @@ class Linear(Layer):
 
     Raises:
         OptionError: a size is not an int >= 1.
-        ShapeError: at a call, if x is not (..., in_features).
+        ShapeError: at a call, if x is not (..., in_features), of two axes or more. DTypeError: if it is not of floats.
     """
 
     W: Tensor

@@ -20,7 +20,7 @@ class BatchNorm2d(Layer):
 
     ``BatchNorm2d()`` takes the channels from its first call; ``BatchNorm2d(channels)`` checks them. scale and
     running_var start as ones, bias and running_mean as zeros; all four have the dtype of the first input, but float32
-    where that is float16, as PyTorch keeps them. The running statistics are of this rank's
+    where that is float16 or bfloat16, as PyTorch keeps them. The running statistics are of this rank's
     batches; ``DistOpt.synchronize`` averages them over the ranks.
 
     Args:

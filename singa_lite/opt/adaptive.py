@@ -20,6 +20,9 @@ class AdaGrad(Optimizer):
         epsilon: > 0, inside the root as in SINGA.
         weight_decay: >= 0, times the parameter is added to its gradient.
 
+    Raises:
+        OptionError: a value out of range.
+
     Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", 2011.
     """
 
@@ -51,6 +54,9 @@ class RMSProp(Optimizer):
         rho: how slowly s follows, 0 <= rho < 1.
         epsilon: > 0, inside the root as in SINGA.
         weight_decay: >= 0, times the parameter is added to its gradient.
+
+    Raises:
+        OptionError: a value out of range.
 
     Source: Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012.
     """
@@ -93,6 +99,9 @@ class Adam(Optimizer):
         beta_2: how slowly v follows, 0 <= beta_2 < 1.
         epsilon: > 0, outside the root.
         weight_decay: >= 0, times the parameter is added to its gradient.
+
+    Raises:
+        OptionError: a value out of range.
 
     Source: Kingma, Ba, "Adam: A Method for Stochastic Optimization", 2015.
     """
@@ -147,6 +156,9 @@ class AdamW(Adam):
     Args:
         lr, beta_1, beta_2, epsilon: as in Adam.
         weight_decay: >= 0.
+
+    Raises:
+        OptionError: a value out of range.
 
     Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019.
     """

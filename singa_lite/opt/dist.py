@@ -274,7 +274,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
         Raises:
             OptionError: unknown, out of range or given twice. CommError: a peer is gone, late or disagrees, at a
-                scheme's first step about its options too.
+                scheme's first step about its options too. GraphError: ``loss`` was not recorded, or was used up.
+            NonFiniteError: with ``check_finite="raise"``, on all ranks.
         """
         check_recorded(loss)
         self._check_sent()

@@ -90,6 +90,9 @@ class ExponentialDecay(DecayScheduler):
         decay_steps: steps over which the value is multiplied by ``decay_rate`` once, > 0.
         decay_rate: factor, > 0.
         staircase: True divides without remainder, so the value drops every ``decay_steps`` steps.
+
+    Raises:
+        OptionError: a value out of range.
     """
 
     def __init__(

@@ -583,7 +583,7 @@ def test_inside_a_step_of_slurm_mpiexec_starts_the_job(tmp_path, monkeypatch):
 def test_a_missing_mpiexec_or_another_mpis_is_an_error_that_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(several_hosts.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CommError, match=r"there is no mpiexec, .*; pip install 'singa-lite\[mpi\]'"):
+    with pytest.raises(CommError, match=r"there is no mpiexec of MPICH, .*; pip install 'singa-lite\[mpi\]'"):
         several_hosts.find_mpiexec()
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text("#!/bin/sh\necho mpiexec (OpenRTE) 5.0\n")
