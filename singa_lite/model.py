@@ -261,8 +261,9 @@ class Model(Layer):
     def _run_first(self, *inputs: Any, **options: Any) -> Any:
         """Run the step of a model that was not compiled."""
 
-        def begin_backward() -> None:  # of several in the step, a later one may have more layers behind it
-            self._check_prepared()
+        def begin_backward() -> None:  # of several in the step, a later one may have other layers behind it
+            if self._prepared != frozenset(map(id, self.get_params().values())):
+                self._prepared = None
             self._name_parameters()
 
         before, this_thread.before_backward = this_thread.before_backward, begin_backward

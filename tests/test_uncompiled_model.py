@@ -84,7 +84,7 @@ class TwoLosses(Net):
         return out
 
 
-class ByName(opt.Optimizer):
+class MomentumByName(opt.Optimizer):
     """As SINGA's users write one: momentum by the parameter's name."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def decaying() -> opt.SGD:
 OPTIMIZERS: dict[str, Callable[[], opt.Optimizer]] = {
     "SGD": lambda: opt.SGD(0.1, 0.9),
     "Adam": lambda: opt.Adam(0.01),
-    "by name": ByName,
+    "by name": MomentumByName,
     "accumulate": lambda: alone(opt.Adam(0.01), accumulate=2, clip_norm=1.0),
     **{
         name: lambda name=name: alone(decaying(), dist_option=name)  # type: ignore[misc]
@@ -318,13 +318,14 @@ def test_two_parameters_of_one_name_are_an_error_before_the_update() -> None:
     assert net.sgd.step_counter == 0
 
 
-def begins_with_momentum(communicator: Communicator, keeps: bool) -> str:
-    """The error of a DistOpt around an optimizer that each rank has used on its own data."""
+def begins_with_momentum(communicator: Communicator, used_by: str) -> Any:
+    """The error, or the states, with a DistOpt around an optimizer that each rank has used on its own data."""
     get_default_device().SetRandSeed(5)
     sgd, net = opt.SGD(0.1, 0.9), Net()
     net.set_optimizer(sgd)
     net.compile([batch(0)[0]])
-    net(*batch(0 if keeps else communicator.rank))
+    if used_by == "all" or communicator.rank == 0:
+        net(*batch(communicator.rank))
     dist = opt.DistOpt(sgd, communicator=communicator)
     with pytest.raises(OptionError, match="is inside a DistOpt of 3 ranks"):
         net(*batch(1))
@@ -333,10 +334,31 @@ def begins_with_momentum(communicator: Communicator, keeps: bool) -> str:
         net(*batch(2 + communicator.rank))
     except CommError as error:
         return str(error)
-    return ""
+    return {name: value.tobytes() for name, value in states_of(net).items() if "running" not in name}
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_an_optimizer_that_was_used_before_it_is_wrapped_is_compared(keeps: bool) -> None:
-    texts = run_ranks(begins_with_momentum, 3, keeps)
-    assert all(("momentum" in text) != keeps for text in texts), texts
+def test_an_optimizer_that_all_ranks_have_used_before_it_is_wrapped_goes_on_as_rank_0s() -> None:
+    first, *others = run_ranks(begins_with_momentum, 3, "all")
+    assert any("momentum" in name for name in first) and all(each == first for each in others)
+
+
+def test_an_optimizer_that_one_rank_has_used_before_it_is_wrapped_is_an_error() -> None:
+    for text in run_ranks(begins_with_momentum, 3, "rank 0"):
+        assert (
+            "the ranks differ in their optimizers: the number of steps made is 1 on rank 0 but 0" in text
+        ), text
+
+
+def drops_its_dist_opt(communicator: Communicator) -> int:
+    sgd, net = opt.SGD(0.1), Net()
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator))
+    net.compile([batch(0)[0]])
+    net(*batch(communicator.rank))
+    net.optimizer = None  # nobody else holds it
+    net.set_optimizer(sgd)
+    net(*batch(communicator.rank))
+    return sgd.step_counter
+
+
+def test_what_a_dist_opt_wrapped_that_is_gone_trains_alone() -> None:
+    assert run_ranks(drops_its_dist_opt, 2) == [2, 2]

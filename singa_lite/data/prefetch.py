@@ -27,14 +27,14 @@ class Sampler(Protocol):
     def own_state(self) -> Any:
         """Return the state of the loop that this thread runs; CheckpointError if another thread runs it."""
 
-    def start_following(self) -> None:
-        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one."""
+    def start_following(self) -> object:
+        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one; names the consumer."""
 
-    def follow(self, state: Any) -> None:
+    def follow(self, consumer: object, state: Any) -> None:
         """Return ``state`` from ``state_dict`` from now on; CheckpointError if the sampler was moved meanwhile."""
 
-    def rewind(self) -> None:
-        """Go where the last state that ``follow`` got was taken."""
+    def rewind(self, consumer: object) -> None:
+        """Go where the last state that ``follow`` got of ``consumer`` was taken, if no other one is followed."""
 
 
 def prefetch(
@@ -90,14 +90,14 @@ def _with_states(items: Iterable[Item], sampler: Sampler) -> Generator[tuple[Ite
 
 
 def _follow(items: Generator[tuple[Item, Any], None, None], sampler: Sampler) -> Generator[Item, None, None]:
-    sampler.start_following()
+    consumer = sampler.start_following()
     try:
         for item, state in items:
-            sampler.follow(state)
+            sampler.follow(consumer, state)
             yield item
     finally:
         items.close()
-        sampler.rewind()
+        sampler.rewind(consumer)
 
 
 class _Shelf(Generic[Item]):

@@ -77,6 +77,7 @@ class ResumableSampler:
         self._loops = 0  # that have begun
         self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
         self._ahead: int | None = None  # that thread, once it has begun
+        self._consumer: object = None  # what ``start_following`` gave that consumer
 
     @property
     def epoch(self) -> int:
@@ -153,44 +154,47 @@ class ResumableSampler:
         """Go where ``state_dict()`` was taken."""
         raise NotImplementedError
 
-    def start_following(self) -> None:
+    def start_following(self) -> object:
         """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one.
 
-        Raises:
-            DataError: another consumer is followed.
+        A consumer that was followed before is no more: the sampler goes back to what that has taken last.
+
+        Returns:
+            What names the consumer in ``follow`` and ``rewind``.
         """
-        if self._taken is not None:
-            raise self._is_followed()
+        self.rewind(self._consumer)
+        self._consumer = object()
         self._taken, self._ahead = self.live_state(), None
+        return self._consumer
 
-    def follow(self, state: dict[str, int]) -> None:
-        """Return ``state`` from ``state_dict`` from now on: that of the last batch a consumer has taken.
+    def follow(self, consumer: object, state: dict[str, int]) -> None:
+        """Return ``state`` from ``state_dict`` from now on: that of the last batch ``consumer`` has taken.
 
         Raises:
-            CheckpointError: the sampler was moved since ``start_following``.
+            CheckpointError: the sampler was moved since ``start_following``, or another loop over it has begun.
         """
-        if self._taken is None:
+        if self._consumer is not consumer:
             raise self._was_moved()
         self._taken = state
 
-    def rewind(self) -> None:
-        """Go where the last state that ``follow`` got was taken: what was made ahead of it was not used."""
-        if self._taken is not None:
+    def rewind(self, consumer: object) -> None:
+        """Go where the last state of ``consumer`` was taken, if it is followed: what was made ahead was not used."""
+        if self._taken is not None and self._consumer is consumer:
             self.load_state_dict(self._taken)
 
-    def _move(self, cursor: Cursor) -> None:
-        self._cursor, self._taken, self._iterated_by = cursor, None, None
+    def begin_loop(self) -> None:
+        """Go where the consumer of another thread's loop is, if there is one, which ends; a loop of this one begins."""
+        if self._taken is not None and self._ahead not in (None, threading.get_ident()):
+            self.rewind(self._consumer)
+        self._ahead = threading.get_ident()
 
-    def _is_followed(self) -> DataError:
-        return DataError(
-            f"{type(self).__name__}: the loop over an earlier prefetch(..., sampler=) was left, but that still holds "
-            "batches, which would be left out of another loop; close() it first"
-        )
+    def _move(self, cursor: Cursor) -> None:
+        self._cursor, self._taken, self._iterated_by, self._consumer = cursor, None, None, None
 
     def _was_moved(self) -> CheckpointError:
         return CheckpointError(
-            f"{type(self).__name__}: it was moved by load_state_dict, load_job or set_epoch within its loop; leave "
-            "the loop, and begin another"
+            f"{type(self).__name__}: it was moved by load_state_dict, load_job, set_epoch or another loop within its "
+            "loop; leave the loop, and begin another"
         )
 
     def _plan(self) -> dict[str, int]:
@@ -215,12 +219,8 @@ class ResumableSampler:
 
         Raises:
             CheckpointError: the sampler was moved meanwhile.
-            DataError: another loop over it has begun, or a thread runs ahead of a consumer that has not left its loop.
+            DataError: another loop over it has begun.
         """
-        if self._taken is not None:
-            if self._ahead not in (None, threading.get_ident()):
-                raise self._is_followed()
-            self._ahead = threading.get_ident()
         cursor, epoch, start = self._cursor, self.epoch, self.start
         self._loops += 1
         loop = self._loops
@@ -313,6 +313,7 @@ class ShardedSampler(ResumableSampler):
 
     def __iter__(self) -> Iterator[Array]:
         """Yield this rank's indices, int64, shape (n,), for every step left in the epoch."""
+        self.begin_loop()
         start, order, count = self.start, self._order(), len(self)
         for number in self._numbers(count):
             yield order[self._share(start, number, count)]

@@ -82,6 +82,7 @@ class SplitSampler(ResumableSampler):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the index of every sample of this part that is left in the epoch."""
+        self.begin_loop()
         order = self._order()
         for number in self._numbers(len(self)):
             yield order[number]
@@ -126,7 +127,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[Array]:
         """Yield the indices of each batch that is left in the sampler's epoch, int64, shape (n,)."""
-        position = self.sampler.position if isinstance(self.sampler, SplitSampler) else 0
+        position = 0
+        if isinstance(self.sampler, SplitSampler):
+            self.sampler.begin_loop()
+            position = self.sampler.position
         left = len(self.sampler) - position
         indices = iter(self.sampler)
         for _ in range(1, self._steps_after(position)):

@@ -7,6 +7,7 @@ What lives here: which message goes to which server, and waiting for answers. Wh
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from .stored import Arrays, Description
 
 Array = np.ndarray[Any, Any]
 BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
+BUSY_S = 1.0  # that a call waits for the end of another thread's
 NOTE_S = 1.0  # after so many seconds a server is told that its worker waits
 EXPLAIN_S = 2.0  # seconds for an answer that needs no other worker
 
@@ -80,7 +82,7 @@ class Request(Work):
             CommError: a server is gone, or has not answered in time, naming it and the keys; or another thread is in a
                 call of the store.
         """
-        with self._store.by_one_thread(self.name):
+        with self._store.one_thread(self.name):
             try:
                 for send in self.sends:
                     self._store.finish_send(self, send, timeout_s)
@@ -99,13 +101,13 @@ class Request(Work):
 
     def done(self) -> bool:
         """Return whether wait() would return at once, or raise, as it does after the time-out; takes what has come."""
-        with self._store.by_one_thread(self.name):
+        with self._store.one_thread(self.name):
             if self._failure is not None or self._store.has_ended(self):
                 return True
             if time.monotonic() - self._started < self._store.timeout_s:
                 return False
             self._fail(self._store.late(self))
-            return True
+        return True
 
 
 class DistStore(KVStore):
@@ -134,6 +136,7 @@ class DistStore(KVStore):
         self._parts: dict[Key, list[Part]] = {}
         self._requests: dict[int, Request] = {}  # without all answers
         self._num_requests = 0
+        self._lock = threading.RLock()  # of the thread that is in a call: another one would take its answers
         self._gone: dict[int, str] = {}  # server -> why it has left
         self._is_closed = False
         join = {"is_async": self._is_async, "staleness": staleness}
@@ -154,7 +157,8 @@ class DistStore(KVStore):
         return self._messenger.traffic
 
     def server_stats(self) -> list[dict[str, Any]]:
-        request = self._ask("stats", dict.fromkeys(range(self.num_servers)))
+        with self.one_thread("server_stats"):
+            request = self._ask("stats", dict.fromkeys(range(self.num_servers)))
         return [request.answers[server][0] for server in range(self.num_servers)]
 
     @property
@@ -164,8 +168,8 @@ class DistStore(KVStore):
     def close(self) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
         with self.aborting("close"):  # servers that are left would wait for this worker
+            self._is_closed = True
             for request in list(self._requests.values()):
                 request.wait()
             self._ask("close", dict.fromkeys(range(self.num_servers)))
@@ -179,6 +183,23 @@ class DistStore(KVStore):
     def abort(self, reason: str) -> None:
         super().abort(reason)
         self._messenger.abort(reason)
+
+    @contextmanager
+    def aborting(self, where: str) -> Iterator[None]:
+        with self.one_thread(where), super().aborting(where):
+            yield
+
+    @contextmanager
+    def one_thread(self, where: str) -> Iterator[None]:
+        """Wait BUSY_S seconds for another thread that is inside, then raise a CommError."""
+        if not self._lock.acquire(timeout=BUSY_S):
+            raise CommError(
+                f"{self.type}: {where}: another thread is in a call of this store; call it in one thread at a time"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     # ---- what KVStore asks for -----------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ What lives here: a store's workers, and its end by an error. What does not: what
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +34,6 @@ class WorkerCalls(KVStoreBase):
         self._name = name
         self._communicator = communicator
         self._failure = ""  # what broke the store
-        self._lock = threading.RLock()  # of the thread that is in a call
         self._progress = progress_of_process()
 
     def __repr__(self) -> str:
@@ -81,29 +79,16 @@ class WorkerCalls(KVStoreBase):
             where: the caller, for errors.
         """
         self.check_usable(where)
-        with self.by_one_thread(where):
-            try:
-                yield
-            except CommError as error:
-                self.abort(str(error))
-                raise
-            except SingaLiteError:
-                raise
-            except BaseException as error:
-                self.abort(f"{where} was ended by {type(error).__name__}")
-                raise
-
-    @contextmanager
-    def by_one_thread(self, where: str) -> Iterator[None]:
-        """Raise a CommError if another thread is inside: it would take the answers of this one."""
-        if not self._lock.acquire(blocking=False):
-            raise CommError(
-                f"{self._name}: {where}: another thread is in a call of this store; call it in one thread at a time"
-            )
         try:
             yield
-        finally:
-            self._lock.release()
+        except CommError as error:
+            self.abort(str(error))
+            raise
+        except SingaLiteError:
+            raise
+        except BaseException as error:
+            self.abort(f"{where} was ended by {type(error).__name__}")
+            raise
 
     def barrier(self) -> None:
         """Return once every worker has called it and the servers have taken in what all had pushed before."""

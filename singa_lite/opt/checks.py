@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
 
 def check_not_wrapped(where: str, optimizer: object) -> None:
     """Raise OptionError for an optimizer that a DistOpt of several ranks wraps."""
+    if any(dist.opt is optimizer for dist in state.dist_opts):
+        gc.collect()  # one that nobody holds any more, but for a cycle, does not count
     for dist in state.dist_opts:
         if dist.opt is optimizer:
             raise OptionError(

@@ -104,8 +104,8 @@ class Consistency:
     def prepare(self, dist: Compared, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Compare the parameters and buffers of a Model, and the optimizers, and copy rank 0's values to all."""
         states = {**params, **buffers}
-        compare_models(self._communicator, states, dist.settings())
-        dist.broadcast(states)
+        compare_models(self._communicator, states, self._settings(dist))
+        dist.broadcast(states | _slots_of(dist, params))
         self._called |= {param: name for name, param in params.items()}
         self.names = unique_names(dict.fromkeys([*self.names, *by_name(params)]), self._called)
 
@@ -113,13 +113,17 @@ class Consistency:
         """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
         self.names = unique_names([*self.names, *params], self._called)
         named = {self.names[param]: param for param in params}
-        compare_models(self._communicator, named, dist.settings())
+        compare_models(self._communicator, named, self._settings(dist))
+        named |= _slots_of(dist, named)
         if not are_equal(self._communicator, "parameter values", named):
             dist.broadcast(named)
             warn(
                 "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
                 "Call DistOpt.broadcast(params) before training, or Model.set_optimizer with the DistOpt and compile"
             )
+
+    def _settings(self, dist: Compared) -> dict[str, Any]:
+        return {**dist.settings(), "the number of steps made": dist.opt._step_counter}
 
     def compare_by_hand(self, dist: Compared) -> None:
         """Warn, at the first step by hand, if the ranks began with other values of parameters that no call has seen."""
@@ -140,8 +144,7 @@ class Consistency:
 
     def _average(self, dist: Compared) -> None:
         named = {name: param for param, name in self.names.items()}
-        for param, name in self.names.items():
-            named |= {f"{name}:{slot}": state for slot, state in dist.opt.slots(param).items()}
+        named |= _slots_of(dist, named)
         if not are_equal(self._communicator, "parameters and optimizer states", named):
             tensors = by_name(named)
             arrays = [tensor.array for tensor in tensors]
@@ -205,3 +208,14 @@ class Consistency:
         compare_progress(self._communicator, what, dist.opt._step_counter, settings, values)
         if cut_short is not None and not is_restored and not cut_short.state.is_empty:
             warn(HALF_MADE.format(dist.opt._step_counter, cut_short.names[0]))
+
+
+def _slots_of(dist: Compared, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the optimizer keeps of ``params`` once it has made a step, by name."""
+    if not dist.opt._step_counter:
+        return {}
+    return {
+        f"{name}:{slot}": state
+        for name, param in params.items()
+        for slot, state in dist.opt.slots(param).items()
+    }

@@ -185,8 +185,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._thresholds: dict[Scheme, int] = {}  # this object's when a scheme was made
         self._ranks = Consistency(world, self._sums, check_every)
-        if self.opt._step_counter:  # each rank may have made other steps with it
-            self._ranks.states_loaded()
         self._compared_opt = self.opt  # that the ranks have compared, or will at the next step
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
@@ -440,11 +438,11 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     # ---- what must be equal on all ranks ---------------------------------------------------------------
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        """Compare the ranks' parameters, buffers and optimizers, and copy rank 0's values of the first two to all.
+        """Compare the ranks' parameters, buffers and optimizers, and copy rank 0's values and optimizer states to all.
 
         Raises:
-            CommError: a rank has other names, shapes or dtypes, or another optimizer; with order="fixed" another seed
-                or number of threads.
+            CommError: a rank has other names, shapes or dtypes, or another optimizer or number of steps made; with
+                order="fixed" another seed or number of threads.
         """
         self.opt.prepare(params, buffers)
         self._compared_opt = self.opt

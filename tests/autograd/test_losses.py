@@ -50,3 +50,13 @@ def test_the_gradient_of_short_rows_is_that_of_the_function() -> None:
     for column, offset in enumerate(np.eye(2) * step):
         expected = (cosines(a + offset) - cosines(a - offset)) / (2 * step)
         np.testing.assert_allclose(found[:, column], expected, rtol=1e-5, atol=1e-2)
+
+
+def test_the_gradient_of_tile_is_rounded_once() -> None:
+    autograd.training = True
+    x = Tensor(data=np.zeros((1, 1)), dtype="float16", stores_grad=True)
+    dy = np.ones((2, 70000), np.float16)
+    dy[1] *= -1  # whose sums are beyond float16
+    found = autograd.gradients(autograd.tile(x, (2, 70000)), Tensor(data=dy))[x]
+    autograd.training = False
+    assert to_numpy(found).tolist() == [[0.0]]

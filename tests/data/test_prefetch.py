@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader thread: order, look-ahead, errors at their position, and an end with its consumer."""
 
+import copy
 import gc
 import itertools
 import os
@@ -370,21 +371,46 @@ def test_a_forked_child_is_told_that_it_has_no_thread() -> None:
     assert list(items) == list(range(1, 10))
 
 
+@pytest.mark.parametrize("second", ["loop", "prefetch", "copy", "batches"])
 @pytest.mark.parametrize("make", [lambda: ShardedSampler(30, 2, 1, 3), lambda: SplitSampler(10, seed=3)])
-def test_a_loop_beside_a_loader_that_was_left_and_is_held_is_an_error(make):
-    """What the loader's thread has taken ahead would be left out of the second loop."""
+def test_a_loop_beside_a_loader_that_was_left_and_is_held_goes_on_behind_what_was_taken(make, second):
+    """What the loader's thread has taken ahead is not left out, and the loader is no more."""
     sampler = make()
     loader = prefetch((item for item in sampler), sampler=sampler)
     first = next(loader)
-    before = sampler.state_dict()
-    for loop in (sampler, prefetch((item for item in sampler), sampler=sampler)):
-        with pytest.raises(DataError, match=r"close\(\) it first"):
-            next(iter(loop))
-    assert sampler.state_dict() == before
-    loader.close()
-    rest = list(prefetch((item for item in sampler), sampler=sampler))
+    later = copy.deepcopy(sampler) if second == "copy" else sampler
+    assert later.state_dict() == sampler.state_dict()
+    if second == "prefetch":
+        rest = list(prefetch((item for item in later), sampler=later))
+    elif second == "batches" and isinstance(later, SplitSampler):
+        rest = [index for batch in batches(later, 4) for index in batch.tolist()]
+    else:
+        rest = list(later)
     assert [str(item) for item in [first, *rest]] == [str(item) for item in make()]
-    assert sampler.state_dict()["epoch"] == 1
+    assert later.state_dict()["epoch"] == 1
+    if second == "copy":
+        assert len(list(loader)) == len(rest)
+        return
+    with pytest.raises(CheckpointError, match="it was moved"):
+        next(loader)
+    assert sampler.state_dict()["epoch"] == 1  # where the end of the old loader has left it
+
+
+def test_an_epoch_may_be_tried_again_while_a_traceback_holds_its_loader():
+    sampler = ShardedSampler(30, 2, 1, 3)
+
+    def epoch(fails):
+        taken = []
+        for item in prefetch((item for item in sampler), sampler=sampler):
+            taken.append(item.tolist())
+            if fails and len(taken) == 2:
+                raise ValueError(taken)
+        return taken
+
+    try:
+        epoch(True)
+    except ValueError as error:
+        assert error.args[0] + epoch(False) == [item.tolist() for item in ShardedSampler(30, 2, 1, 3)]
 
 
 def test_a_loader_may_go_over_several_epochs():

@@ -299,6 +299,8 @@ def several_pushpulls_may_be_in_flight(rig):
 def a_second_thread_in_a_call_is_an_error(rig):
     store, errors = rig.store(), []
     store.init("a", np.ones(3, F32))
+    if not rig.launch.servers:
+        return  # the communicator says it of two collectives
 
     def call():
         try:
@@ -306,7 +308,7 @@ def a_second_thread_in_a_call_is_an_error(rig):
         except CommError as error:
             errors.append(str(error))
 
-    with store.by_one_thread("a call"):
+    with store.one_thread("a call"):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from builtins import slice as slice_type  # ``slice`` is the operator here
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from ...dtypes import accumulation_dtype
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
 from ...graph.rounded import note_written
 from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, as_shape, product, resolve_shape
@@ -368,24 +369,38 @@ def split(
 class Tile(Operator):
     autocast = "keep"
 
-    def __init__(self, axis: int, count: int) -> None:
-        self.axis, self.count = axis, count
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        (x,) = inputs
-        context.save(x.shape)
-        before, after = product(x.shape[: self.axis]), product(x.shape[self.axis :])
-        sizes = [size * (self.count if axis == self.axis else 1) for axis, size in enumerate(x.shape)]
-        y = context.empty(as_shape("tile", sizes), x.dtype)
-        context.run("broadcast_to", x.reshape(before, 1, after), out=y.reshape(before, self.count, after))
+        (y,) = inputs
+        context.save(y.shape, y.dtype)
+        for _, shape, (before, count, after) in self._axes(y.shape):
+            x, y = y, context.empty(shape, y.dtype)
+            context.run("broadcast_to", x.reshape(before, 1, after), out=y.reshape(before, count, after))
         return y
 
     def backward(self, context: Context, *dys: Array) -> Array:
-        (shape,) = context.saved
-        before, after = product(shape[: self.axis]), product(shape[self.axis :])
-        dx, copies = context.empty(shape, dys[0].dtype), dys[0].reshape(before, self.count, after)
-        context.run("sum", copies, out=dx.reshape(before, after), axes=(1,), keepdims=False)
-        return dx
+        shape, dtype = context.saved
+        dx = context.cast(dys[0], accumulation_dtype(dtype))  # rounded once, behind the last axis
+        for source, _, (before, count, after) in reversed(list(self._axes(shape))):
+            dy, dx = dx, context.empty(source, dx.dtype)
+            context.run(
+                "sum",
+                dy.reshape(before, count, after),
+                out=dx.reshape(before, after),
+                axes=(1,),
+                keepdims=False,
+            )
+        return context.cast(dx, dtype)
+
+    def _axes(self, shape: Shape) -> Iterator[tuple[Shape, Shape, Shape]]:
+        """Yield for each axis that is repeated the shape before and after it, and the latter in three axes."""
+        for axis, count in enumerate(self.counts):
+            if count != 1:
+                longer = (*shape[:axis], shape[axis] * count, *shape[axis + 1 :])
+                yield shape, longer, (product(shape[:axis]), count, product(shape[axis:]))
+                shape = longer
 
 
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
@@ -405,11 +420,10 @@ def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
     check_tensors("tile", x)
     given = check_ints("tile", "repeats", listed(repeats), 0)
     counts = [*[1] * (x.ndim() - len(given)), *given]
-    y = reshape(x, as_shape("tile", (*[1] * (len(counts) - x.ndim()), *x.shape)))
-    for axis, count in enumerate(counts):
-        if count != 1:
-            y = Tile(axis, count)(y)
-    return y
+    shape = as_shape("tile", (*[1] * (len(counts) - x.ndim()), *x.shape))
+    as_shape("tile", [size * count for size, count in zip(shape, counts, strict=True)])
+    y = reshape(x, shape)
+    return y if all(count == 1 for count in counts) else Tile(counts)(y)
 
 
 def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
