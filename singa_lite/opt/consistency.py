@@ -105,7 +105,7 @@ class Consistency:
         """Compare the parameters and buffers of a Model, and the optimizers, and copy rank 0's values to all."""
         states = {**params, **buffers}
         compare_models(self._communicator, states, self._settings(dist))
-        dist.broadcast(states | _slots_of(dist, params))
+        dist.broadcast(states | self._used_slots(dist, params))
         self._called |= {param: name for name, param in params.items()}
         self.names = unique_names(dict.fromkeys([*self.names, *by_name(params)]), self._called)
 
@@ -114,7 +114,7 @@ class Consistency:
         self.names = unique_names([*self.names, *params], self._called)
         named = {self.names[param]: param for param in params}
         compare_models(self._communicator, named, self._settings(dist))
-        named |= _slots_of(dist, named)
+        named |= self._used_slots(dist, named)
         if not are_equal(self._communicator, "parameter values", named):
             dist.broadcast(named)
             warn(
@@ -124,6 +124,10 @@ class Consistency:
 
     def _settings(self, dist: Compared) -> dict[str, Any]:
         return {**dist.settings(), "the number of steps made": dist.opt._step_counter}
+
+    def _used_slots(self, dist: Compared, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the optimizer keeps of ``params``, by name, if it has made steps, equally many on all ranks."""
+        return _slots_of(dist, params) if dist.opt._step_counter else {}
 
     def compare_by_hand(self, dist: Compared) -> None:
         """Warn, at the first step by hand, if the ranks began with other values of parameters that no call has seen."""
@@ -211,9 +215,7 @@ class Consistency:
 
 
 def _slots_of(dist: Compared, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the optimizer keeps of ``params`` once it has made a step, by name."""
-    if not dist.opt._step_counter:
-        return {}
+    """Return what the optimizer keeps of ``params``, by name."""
     return {
         f"{name}:{slot}": state
         for name, param in params.items()
