@@ -80,7 +80,7 @@ def missing() -> str:
         return f"there is no {', '.join(absent)} (packages iproute2, util-linux)"
     mpiexec = Path(sys.executable).with_name("mpiexec")
     if not mpiexec.exists() or "HYDRA" not in output_of([str(mpiexec), "--version"]):
-        return "MPICH is not installed beside this Python; pip install 'singa-lite[mpi]'"
+        return "MPICH is not installed beside this Python; pip install 'mpi4py>=4.0' 'mpich>=4.2'"
     name = f"slprobe{os.getpid()}"
     try:
         run("ip", "netns", "add", name)

@@ -167,11 +167,7 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
         parent = Path(os.path.abspath(folder))  # a thread writes there, whatever the current folder is then
         parent.mkdir(parents=True, exist_ok=True)
         names = os.listdir(parent)
-        unfinished = [
-            parent / name
-            for name in names
-            if FOLDER.fullmatch(name) and not (parent / name / MANIFEST).exists()
-        ]
+        unfinished = [path for name in names if _is_unfinished(path := parent / name)]
         for path in unfinished:
             if foreign := _foreign_files(path):
                 raise CheckpointError(
@@ -188,6 +184,12 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise CheckpointError(f"cannot make a folder in {folder}: {error}") from error
     return made
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Return whether a folder, or a link, has the name of a generation and no manifest; a file is left alone."""
+    is_ours = FOLDER.fullmatch(path.name) is not None and (path.is_dir() or path.is_symlink())
+    return is_ours and not (path / MANIFEST).exists()
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:

@@ -22,6 +22,7 @@ from .base import World
 
 OWN_OUTPUT_S = 0.3  # mpiexec's time to pass on what this rank has printed last, which Abort may lose
 FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their error before Abort ends the job
+INSTALL = "pip install 'mpi4py>=4.0' 'mpich>=4.2'"  # as the extra "mpi" does
 ABORT_S = 2.0  # MPI_Abort takes milliseconds; if it hangs, the watchdog ends the job
 
 
@@ -134,7 +135,7 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there but no libmpi
         raise CommError(
-            f"mpi: mpi4py cannot be used ({str(error).splitlines()[0]}); pip install 'singa-lite[mpi]'"
+            f"mpi: mpi4py cannot be used ({str(error).splitlines()[0]}); {INSTALL}"
         ) from error
     if not MPI.Is_initialized():  # mpi4py.rc.initialize is False
         MPI.Init_thread()
@@ -149,9 +150,8 @@ def load_mpi() -> Any:
 
 def describe_mpi() -> str:
     """Return the name of the MPI library, or why there is none. MPI is not started, as that may need a launcher."""
-    cure = "pip install 'singa-lite[mpi]'"
     if importlib.util.find_spec("mpi4py") is None:
-        return f"no: mpi4py is not installed; {cure}"
+        return f"no: mpi4py is not installed; {INSTALL}"
     try:
         import mpi4py
 
@@ -160,7 +160,7 @@ def describe_mpi() -> str:
 
         mpi4py.rc.initialize = before
     except (ImportError, RuntimeError) as error:
-        return f"no: mpi4py cannot load an MPI library ({str(error).splitlines()[0]}); {cure}"
+        return f"no: mpi4py cannot load an MPI library ({str(error).splitlines()[0]}); {INSTALL}"
     return f"works under mpiexec: {MPI.Get_library_version().strip(chr(0)).splitlines()[0]}"
 
 

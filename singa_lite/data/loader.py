@@ -98,6 +98,10 @@ def _numbers(name: str, value: object) -> Array:
 def _checked(indices: Array | slice) -> Array | slice:
     """Return the indices of a batch: a slice, or integers of one axis."""
     if isinstance(indices, slice):
+        try:
+            indices.indices(0)
+        except (TypeError, ValueError) as error:  # a bound that is no integer, or a step of 0
+            raise DTypeError(f"make_batch: indices = {indices} is no slice of samples: {error}") from None
         return indices
     found = _numbers("indices", indices)
     if found.ndim != 1:

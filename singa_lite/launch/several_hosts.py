@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.inspect_job import reports_at_sigquit
+from ..comm.mpi_job import INSTALL
 from ..comm.proc import parents
 from ..comm.progress import NAME, ProgressFile
 from ..errors import CommError, OptionError
@@ -39,7 +40,6 @@ from .process_names import role_names
 from .reaper import REQUESTS, die_with_launcher
 from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S
 
-CURE = "pip install 'singa-lite[mpi]'"
 ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 OF_ANOTHER_JOB = (
@@ -147,11 +147,11 @@ def find_mpiexec() -> tuple[str, int]:
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise CommError(f"launch: there is no mpiexec of MPICH, which starts the processes; {CURE}")
+        raise CommError(f"launch: there is no mpiexec of MPICH, which starts the processes; {INSTALL}")
     answer = subprocess.run([mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     version = re.search(r"^HYDRA.*^\s*Version:\s*(\d+)", answer.stdout, re.MULTILINE | re.DOTALL)
     if version is None:
-        raise CommError(f"launch: {mpiexec} is not the mpiexec of MPICH; {CURE}")
+        raise CommError(f"launch: {mpiexec} is not the mpiexec of MPICH; {INSTALL}")
     return mpiexec, int(version[1])
 
 

@@ -82,7 +82,10 @@ def compare_progress(
     Args:
         what: a name for the comparison of the first two, for the error.
     """
-    cure = "load the same checkpoint on all ranks, each its own file of one step"
+    cure = (
+        "change parameters, states and numbers of the optimizer on all ranks alike, and load the same checkpoint on "
+        "all, each its own file of one step"
+    )
     compare(communicator, what, {"the number of steps made": steps, **optimizer}, cure)
     if values is None:
         return

@@ -613,6 +613,15 @@ def test_a_folder_never_finished_is_removed_unless_it_has_files_of_others(tmp_pa
         assert stays and names == ["step-00000001", "step-00000001.1"]
 
 
+def test_a_file_with_the_name_of_a_generation_stays_and_disturbs_no_save(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").write_text("mine")
+    net = saved(LocalCommunicator(World()), str(tmp_path), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000001.1"]
+    job = checkpoint.load_job(tmp_path, net)
+    assert job is not None and job.folder.name == "step-00000001.1"
+    assert (tmp_path / "step-00000001").read_text() == "mine"
+
+
 def other_sampler(communicator: Communicator, folder: str) -> tuple[str, bool]:
     """The error where one rank's sampler is of another data set, and whether nothing has changed."""
     rank, size = communicator.rank, communicator.size

@@ -173,7 +173,7 @@ def test_mpi_tasks_without_a_working_mpi4py_are_an_error(tmp_path, names, error)
     assert result.returncode == 1 and result.stdout == ""
     last = result.stderr.splitlines()[-1]
     assert "CommError: find_world: " in last and "rank 1 of 3" in last
-    assert "pip install 'singa-lite[mpi]'" in last
+    assert "pip install 'mpi4py>=4.0' 'mpich>=4.2'" in last
 
 
 # ---- process_communicator ----------------------------------------------------------------------------

@@ -54,6 +54,12 @@ def test_bad_input_is_refused():
         make_batch(IMAGES[:, None].repeat(2, 1), LABELS, slice(0, 2), mean=(0.1, 0.2, 0.3))
 
 
+@pytest.mark.parametrize("indices", [slice(0, 4, 0), slice(0.0, 2.0)])
+def test_a_slice_that_is_none_of_samples_is_refused(indices: slice) -> None:
+    with pytest.raises(DTypeError, match="no slice of samples"):
+        make_batch(IMAGES, LABELS, indices)
+
+
 def test_an_index_beyond_int64_is_refused() -> None:
     with pytest.raises(ShapeError, match="18446744073709551615 is too large"):
         make_batch(IMAGES, LABELS, np.array([0, 2**64 - 1], np.uint64))

@@ -606,7 +606,7 @@ def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(info_
 
 
 def assert_mpi4py_cannot_load(row: str) -> None:
-    assert "no: mpi4py cannot load" in row and "pip install 'singa-lite[mpi]'" in row
+    assert "no: mpi4py cannot load" in row and "pip install 'mpi4py>=4.0' 'mpich>=4.2'" in row
 
 
 def test_info_survives_a_broken_mpi4py(info_beside_broken_packages):
