@@ -7,6 +7,7 @@ Printed: microseconds of ``all_reduce(array).wait()`` on one rank, median and le
 the driver, NCCL and the GPU take comes on top.
 """
 
+import argparse
 import os
 import platform
 import statistics
@@ -92,6 +93,10 @@ def build(folder: str) -> Path:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         library = build(folder)
         os.environ["SINGA_LITE_CUDA_LIB"] = os.environ["SINGA_LITE_NCCL_LIB"] = str(library)

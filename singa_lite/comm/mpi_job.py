@@ -134,9 +134,7 @@ def load_mpi() -> Any:
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there but no libmpi
-        raise CommError(
-            f"mpi: mpi4py cannot be used ({str(error).splitlines()[0]}); {INSTALL}"
-        ) from error
+        raise CommError(f"mpi: mpi4py cannot be used ({str(error).splitlines()[0]}); {INSTALL}") from error
     if not MPI.Is_initialized():  # mpi4py.rc.initialize is False
         MPI.Init_thread()
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
