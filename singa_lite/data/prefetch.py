@@ -27,14 +27,14 @@ class Sampler(Protocol):
     def own_state(self) -> Any:
         """Return the state of the loop that this thread runs; CheckpointError if another thread runs it."""
 
-    def start_following(self) -> object:
-        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one; names the consumer."""
+    def start_following(self) -> Any:
+        """Return a new consumer, whose state ``state_dict`` returns from now on; it begins with the state as it is."""
 
-    def follow(self, consumer: object, state: Any) -> None:
-        """Return ``state`` from ``state_dict`` from now on; CheckpointError if the sampler was moved meanwhile."""
+    def follow(self, consumer: Any, state: Any) -> None:
+        """Set the state of ``consumer``; CheckpointError if the sampler was moved meanwhile."""
 
-    def rewind(self, consumer: object) -> None:
-        """Go where the last state that ``follow`` got of ``consumer`` was taken, if no other one is followed."""
+    def rewind(self, consumer: Any) -> None:
+        """Go to the state of ``consumer``, if no other one is followed."""
 
 
 def prefetch(

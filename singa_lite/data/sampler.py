@@ -12,7 +12,8 @@ number of ranks. So with another one an epoch goes on behind the samples that we
 ``position`` counts the steps since.
 
 Note [cursors]: a loop advances the ``Cursor`` that the sampler had as it began. ``load_state_dict`` and ``set_epoch``
-give the sampler another one, by which the loop notices that it is left behind.
+give the sampler another one, by which the loop notices that it is left behind. Where a thread runs the loop ahead of
+the training (prefetch.py), the cursor is the thread's position, and the ``Consumer`` has that of the training.
 """
 
 from __future__ import annotations
@@ -67,17 +68,39 @@ class Cursor:
     position: int = 0
 
 
+@dataclass(eq=False)
+class Loop:
+    """A loop over a sampler.
+
+    Attributes:
+        thread: that runs it.
+        is_open: it is within the epoch, or was left there.
+    """
+
+    thread: int
+    is_open: bool = True
+
+
+@dataclass(eq=False)
+class Consumer:
+    """The loop that takes what a thread makes ahead of it.
+
+    Attributes:
+        state: of the sampler behind the item taken last.
+        thread: that makes them, once it has begun.
+    """
+
+    state: dict[str, int]
+    thread: int | None = None
+
+
 class ResumableSampler:
     """Base of the samplers: a cursor that a loop advances, also if a thread runs it ahead of the training."""
 
     def __init__(self) -> None:
         self._cursor = Cursor()  # see Note [cursors]
-        self._iterated_by: int | None = None  # the thread in whose loop it is, or that has left one early
-        self._last_thread: int | None = None  # that has run a loop over it
-        self._loops = 0  # that have begun
-        self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
-        self._ahead: int | None = None  # that thread, once it has begun
-        self._consumer: object = None  # what ``start_following`` gave that consumer
+        self._loop: Loop | None = None  # the latest
+        self._consumer: Consumer | None = None
 
     @property
     def epoch(self) -> int:
@@ -127,9 +150,9 @@ class ResumableSampler:
                 without ``follow``.
         """
         self._break_graph()
-        if self._taken is not None:
-            return self._taken
-        if self._iterated_by not in (None, threading.get_ident()):
+        if self._consumer is not None:
+            return self._consumer.state
+        if self._loop is not None and self._loop.is_open and self._loop.thread != threading.get_ident():
             raise CheckpointError(
                 f"{type(self).__name__}: another thread takes its batches ahead of the training, or has left its loop "
                 "within the epoch, so the position of the training is unknown; call prefetch(batches, sampler=sampler) "
@@ -143,7 +166,7 @@ class ResumableSampler:
 
     def own_state(self) -> dict[str, int]:
         """Return the state of the loop that this thread runs; CheckpointError if another one has run the last."""
-        if self._last_thread != threading.get_ident():
+        if self._loop is None or self._loop.thread != threading.get_ident():
             raise CheckpointError(
                 f"{type(self).__name__}: prefetch(..., sampler=) got an item whose batch another thread has taken, or "
                 "nobody, so its position is unknown; make items from the sampler itself, in one generator"
@@ -154,42 +177,43 @@ class ResumableSampler:
         """Go where ``state_dict()`` was taken."""
         raise NotImplementedError
 
-    def start_following(self) -> object:
-        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one.
+    def start_following(self) -> Consumer:
+        """Return a new consumer, whose state ``state_dict`` returns from now on; it begins with the state as it is now.
 
         A consumer that was followed before is no more: the sampler goes back to what that has taken last.
-
-        Returns:
-            What names the consumer in ``follow`` and ``rewind``.
         """
-        self.rewind(self._consumer)
-        self._consumer = object()
-        self._taken, self._ahead = self.live_state(), None
+        if self._consumer is not None:
+            self.rewind(self._consumer)
+        self._consumer = Consumer(self.live_state())
         return self._consumer
 
-    def follow(self, consumer: object, state: dict[str, int]) -> None:
-        """Return ``state`` from ``state_dict`` from now on: that of the last batch ``consumer`` has taken.
+    def follow(self, consumer: Consumer, state: dict[str, int]) -> None:
+        """Set the state of ``consumer`` to that behind the item which it has taken.
 
         Raises:
             CheckpointError: the sampler was moved since ``start_following``, or another loop over it has begun.
         """
         if self._consumer is not consumer:
             raise self._was_moved()
-        self._taken = state
+        consumer.state = state
 
-    def rewind(self, consumer: object) -> None:
-        """Go where the last state of ``consumer`` was taken, if it is followed: what was made ahead was not used."""
-        if self._taken is not None and self._consumer is consumer:
-            self.load_state_dict(self._taken)
+    def rewind(self, consumer: Consumer) -> None:
+        """Go to the state of ``consumer``, if it is followed: what was made ahead was not used."""
+        if self._consumer is consumer:
+            self.load_state_dict(consumer.state)
 
     def begin_loop(self) -> None:
-        """Go where the consumer of another thread's loop is, if there is one, which ends; a loop of this one begins."""
-        if self._taken is not None and self._ahead not in (None, threading.get_ident()):
+        """Begin a loop of this thread; it goes on behind the consumer of another thread's loop, which ends."""
+        thread = threading.get_ident()
+        if self._consumer is not None and self._consumer.thread not in (None, thread):
             self.rewind(self._consumer)
-        self._ahead = threading.get_ident()
+        if self._consumer is not None:
+            self._consumer.thread = thread
 
     def _move(self, cursor: Cursor) -> None:
-        self._cursor, self._taken, self._iterated_by, self._consumer = cursor, None, None, None
+        self._cursor, self._consumer = cursor, None
+        if self._loop is not None:
+            self._loop.is_open = False
 
     def _was_moved(self) -> CheckpointError:
         return CheckpointError(
@@ -222,9 +246,7 @@ class ResumableSampler:
             DataError: another loop over it has begun.
         """
         cursor, epoch, start = self._cursor, self.epoch, self.start
-        self._loops += 1
-        loop = self._loops
-        self._iterated_by = self._last_thread = threading.get_ident()
+        loop = self._loop = Loop(threading.get_ident())
         try:
             for number in range(cursor.position, count):
                 # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
@@ -235,14 +257,14 @@ class ResumableSampler:
                 yield number
                 if self._cursor is not cursor:
                     raise self._was_moved()
-                if self._loops != loop and not is_last:
+                if self._loop is not loop and not is_last:
                     raise DataError(
                         f"{type(self).__name__}: another loop over it has begun, so samples would be left out of this "
                         "one; leave one loop before the next, or make a sampler for each"
                     )
         finally:
-            if self._loops == loop and not cursor.position:  # the epoch is complete
-                self._iterated_by = None
+            if not cursor.position:  # the epoch is complete
+                loop.is_open = False
 
 
 class ShardedSampler(ResumableSampler):
