@@ -150,9 +150,10 @@ class ResumableSampler:
                 without ``follow``.
         """
         self._break_graph()
-        if self._consumer is not None:
-            return self._consumer.state
-        if self._loop is not None and self._loop.is_open and self._loop.thread != threading.get_ident():
+        consumer, loop = self._consumer, self._loop  # another thread may move the sampler meanwhile
+        if consumer is not None:
+            return consumer.state
+        if loop is not None and loop.is_open and loop.thread != threading.get_ident():
             raise CheckpointError(
                 f"{type(self).__name__}: another thread takes its batches ahead of the training, or has left its loop "
                 "within the epoch, so the position of the training is unknown; call prefetch(batches, sampler=sampler) "
@@ -204,11 +205,13 @@ class ResumableSampler:
 
     def begin_loop(self) -> None:
         """Begin a loop of this thread; it goes on behind the consumer of another thread's loop, which ends."""
-        thread = threading.get_ident()
-        if self._consumer is not None and self._consumer.thread not in (None, thread):
-            self.rewind(self._consumer)
-        if self._consumer is not None:
-            self._consumer.thread = thread
+        consumer, thread = self._consumer, threading.get_ident()
+        if consumer is None:
+            return
+        if consumer.thread in (None, thread):
+            consumer.thread = thread
+        else:
+            self.rewind(consumer)
 
     def _move(self, cursor: Cursor) -> None:
         self._cursor, self._consumer = cursor, None
