@@ -8,10 +8,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..errors import DataError, OptionError, check_int
 from ..users_line import warn
+from .sampler import ResumableSampler
 
 Item = TypeVar("Item")
 CLOSE_S = 5.0  # how long the end of the loop waits for the item in the making
@@ -21,24 +22,8 @@ STUCK = (
 )
 
 
-class Sampler(Protocol):
-    """Where training is in its samples (ShardedSampler, SplitSampler)."""
-
-    def own_state(self) -> Any:
-        """Return the state of the loop that this thread runs; CheckpointError if another thread runs it."""
-
-    def start_following(self) -> Any:
-        """Return a new consumer, whose state ``state_dict`` returns from now on; it begins with the state as it is."""
-
-    def follow(self, consumer: Any, state: Any) -> None:
-        """Set the state of ``consumer``; CheckpointError if the sampler was moved meanwhile."""
-
-    def rewind(self, consumer: Any) -> None:
-        """Go to the state of ``consumer``, if no other one is followed."""
-
-
 def prefetch(
-    items: Iterable[Item], depth: int = 2, *, sampler: Sampler | None = None
+    items: Iterable[Item], depth: int = 2, *, sampler: ResumableSampler | None = None
 ) -> Generator[Item, None, None]:
     """Yield ``items`` in their order; a thread takes them up to ``depth`` ahead.
 
@@ -68,9 +53,7 @@ def prefetch(
     check_int("prefetch", "depth", depth, 1)
     if not isinstance(items, Iterable) or getattr(items, "shape", None) == ():
         raise OptionError(f"prefetch: items must be something to iterate over, not {type(items).__name__}")
-    if sampler is not None and not all(
-        hasattr(sampler, name) for name in ("own_state", "start_following", "follow", "rewind")
-    ):
+    if sampler is not None and not isinstance(sampler, ResumableSampler):
         raise OptionError(
             f"prefetch: sampler must be a ShardedSampler or SplitSampler, not {type(sampler).__name__}"
         )
@@ -79,7 +62,7 @@ def prefetch(
     return _follow(_consume(_with_states(items, sampler), _Shelf(depth)), sampler)
 
 
-def _with_states(items: Iterable[Item], sampler: Sampler) -> Generator[tuple[Item, Any], None, None]:
+def _with_states(items: Iterable[Item], sampler: ResumableSampler) -> Generator[tuple[Item, Any], None, None]:
     """Yield items with the state of the sampler behind each; closes ``items`` if that is a generator."""
     try:
         for item in items:
@@ -89,7 +72,9 @@ def _with_states(items: Iterable[Item], sampler: Sampler) -> Generator[tuple[Ite
             items.close()
 
 
-def _follow(items: Generator[tuple[Item, Any], None, None], sampler: Sampler) -> Generator[Item, None, None]:
+def _follow(
+    items: Generator[tuple[Item, Any], None, None], sampler: ResumableSampler
+) -> Generator[Item, None, None]:
     consumer = sampler.start_following()
     try:
         for item, state in items:
