@@ -16,7 +16,7 @@ import numpy as np
 from .. import autograd
 from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
-from ..config import state, this_thread
+from ..config import this_thread
 from ..device import Device
 from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int
 from ..graph.clock import drop_step, lap
@@ -118,7 +118,6 @@ class Optimizer:
             OptionError: a DistOpt of several ranks wraps this optimizer.
         """
         check_not_wrapped(type(self).__name__, self)
-        guard((self, "is wrapped"), lambda: any(dist.opt is self for dist in state.dist_opts))
         self.call(loss)
         self.step()
 

@@ -12,21 +12,26 @@ import numpy as np
 from ..config import state
 from ..dtypes import bfloat16
 from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, check_text
+from ..graph.recorder import guard
 from ..tensor import Tensor
 
 MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
 
 
 def check_not_wrapped(where: str, optimizer: object) -> None:
-    """Raise OptionError for an optimizer that a DistOpt of several ranks wraps."""
-    if any(dist.opt is optimizer for dist in state.dist_opts):
+    """Raise OptionError for an optimizer that a DistOpt of several ranks wraps; a recorded step depends on it."""
+
+    def wrapper() -> Any:
+        return next((dist for dist in state.dist_opts if dist.opt is optimizer), None)
+
+    if wrapper() is not None:
         gc.collect()  # one that nobody holds any more, but for a cycle, does not count
-    for dist in state.dist_opts:
-        if dist.opt is optimizer:
-            raise OptionError(
-                f"{where}: {optimizer!r} is inside a DistOpt of {dist.world_size} ranks, and with it alone each rank "
-                "would train by itself; give the DistOpt"
-            )
+    if (dist := wrapper()) is not None:
+        raise OptionError(
+            f"{where}: {optimizer!r} is inside a DistOpt of {dist.world_size} ranks, and with it alone each rank "
+            "would train by itself; give the DistOpt"
+        )
+    guard((id(optimizer), "is wrapped"), lambda: wrapper() is not None)
 
 
 def check_arrays(where: str, states: object) -> None:
