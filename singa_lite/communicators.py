@@ -50,6 +50,7 @@ from .sync.arrays import (
 from .sync.base import StepContext
 from .sync.buckets import Bucket, BucketedSync, Exchange
 from .tensor import Tensor
+from .tensor.core import check_parameter
 
 __all__ = [
     "Comm",
@@ -100,10 +101,7 @@ class _Copies:
                 f"{where}: expected parameters by name, such as model.get_params(), got {params!r}"
             )
         for name, param in params.items():
-            if not isinstance(param, Tensor) or param.grad is None:
-                raise DTypeError(
-                    f"{where}: {name} must be a parameter, a Tensor with stores_grad=True, not {param!r}"
-                )
+            check_parameter(f"{where}: {name}", param)
         first = self._copies[0] if self._copies else params
         if list(first) != list(params):
             raise OptionError(f"{where}: a copy has {list(params)} but the first one {list(first)}")

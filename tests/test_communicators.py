@@ -910,8 +910,8 @@ def test_ranks_that_registered_other_numbers_of_copies_are_an_error() -> None:
     [
         ({"w": None}, OptionError, r"expected \(device or None, \{name: parameter\}\)"),
         ((None, {}), OptionError, "expected parameters by name"),
-        ((None, {"w": np.ones(2), "b": 0}), DTypeError, "w must be a parameter"),
-        ((None, {"w": Tensor((2,))}), DTypeError, "w must be a parameter, a Tensor with stores_grad=True"),
+        ((None, {"w": np.ones(2), "b": 0}), DTypeError, "w: expected a parameter"),
+        ((None, {"w": Tensor((2,))}), DTypeError, "w: expected a parameter, a Tensor with stores_grad=True"),
         ((None, {1: Tensor((2,), stores_grad=True)}), OptionError, "a copy has \\[1\\] but the first one"),
         (
             (None, {"w": Tensor((2,), stores_grad=True)}),

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import LARGEST_FLOAT32
-from ..errors import DTypeError, OptionError, check_number
+from ..errors import OptionError, check_number
 from ..opt.base import Optimizer, create
 from ..opt.checks import unique_names
 from ..opt.dist import DistOpt
 from ..tensor import Tensor
+from ..tensor.core import check_parameter
 
 # MXNet's name of an optimizer -> ours, and the learning rate it has unless told
 OPTIMIZERS = {
@@ -27,7 +28,10 @@ OPTIMIZERS = {
     "rmsprop": ("RMSProp", 0.001),
     "adagrad": ("AdaGrad", 0.01),
 }
-ARGUMENTS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
+ARGUMENTS = {
+    **{"learning_rate": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"},
+    **{"eps": "epsilon", "gamma1": "rho"},
+}
 
 
 def parameters_by_name(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
@@ -42,10 +46,7 @@ def parameters_by_name(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[
         raise OptionError("Trainer: there are no parameters; call model.compile() or a forward pass before")
     found: dict[int, tuple[str, Tensor]] = {}
     for name, param in pairs:
-        if not isinstance(param, Tensor) or param.grad is None:
-            raise DTypeError(
-                f"Trainer: {name}: expected a parameter, a Tensor with stores_grad=True, got {param!r}"
-            )
+        check_parameter(f"Trainer: {name}", param)
         found.setdefault(id(param), (name, param))
     return dict(found.values())
 

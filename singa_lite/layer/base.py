@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer: operators with parameters that are made at the first call, when the input's size is known.
 
-Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter; one whose name is in the
-class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts, and
-in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
-assignment, which may be another on another rank; a tensor two layers share counts once, under its first name. Last come
-layers that are variables of a function in an attribute, as in SINGA's ResNet: ``downsample.conv.W``; not its default
-arguments, nor what is behind ``partial`` or methods. A layer whose class overrides ``get_params`` or ``get_states`` has
-what these return, in the layers above it too; of a key that is the Tensor's own name the layer's path is left out.
-Values are copied into these Tensors, and ``set_params`` of such a layer is not called.
+Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter, and stays one when it is frozen by
+setting that flag or ``requires_grad`` to False; one whose name is in the class's ``buffers`` is a state without
+gradient. Both are found in attributes, in lists, tuples and dicts, and in layers below, and are named by their path:
+``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of assignment, which may be another on another rank; a
+tensor two layers share counts once, under its first name. Last come layers that are variables of a function in an
+attribute, as in SINGA's ResNet: ``downsample.conv.W``; not its default arguments, nor what is behind ``partial`` or
+methods. A layer whose class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it
+too; of a key that is the Tensor's own name the layer's path is left out. Values are copied into these Tensors, and
+``set_params`` of such a layer is not called.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Layer:
             indent = "  " * depth
             if isinstance(entry, Layer):
                 lines.append(f"{indent}{name}: {type(entry).__name__}, {entry._count()} parameters")
-            elif entry.creator is None and entry.stores_grad:
+            elif is_parameter(entry):
                 lines.append(f"{indent}{name} {entry.dtype}{list(entry.shape)}: {entry.size()}")
         return "\n".join(lines)
 
@@ -225,7 +226,9 @@ class Layer:
         check_tensor("new_parameter", like)
         is_mixed = this_thread.autocast is not None and is_narrow(like.dtype)
         dtype = float32 if is_mixed or like.dtype == bfloat16 else like.dtype
-        return Tensor(shape, like.device, dtype, requires_grad=True, stores_grad=True, name=name)
+        made = Tensor(shape, like.device, dtype, requires_grad=True, stores_grad=True, name=name)
+        made._is_parameter = True
+        return made
 
     def check_float(self, x: object) -> None:
         """Raise a DTypeError that names this layer unless ``x`` is a float Tensor."""
@@ -391,8 +394,16 @@ def _states_of(root: Layer) -> Iterator[tuple[str, Tensor, bool]]:
         if isinstance(entry, Layer):
             if _has_own_states(entry):
                 yield from _own_states(entry, f"{held.path}.")
-        elif not entry.is_recorded and (entry.stores_grad or held.is_buffer):
-            yield held.path, entry, entry.stores_grad
+        elif is_parameter(entry):
+            entry._is_parameter = True
+            yield held.path, entry, True
+        elif held.is_buffer and not entry.is_recorded:
+            yield held.path, entry, False
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Return whether a Tensor that a layer holds is a parameter of it, see Note [what is a state]."""
+    return not tensor.is_recorded and (tensor.stores_grad or tensor._is_parameter)
 
 
 def _has_own_states(layer: Layer) -> bool:

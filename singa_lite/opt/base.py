@@ -468,7 +468,9 @@ class Optimizer:
         missing, unknown = sorted(set(mine) - set(states)), sorted(set(states) - set(mine))
         if missing or unknown:
             raise CheckpointError(
-                f"{type(self).__name__}: the states lack {missing} and have unknown {unknown}"
+                f"{type(self).__name__}: the states lack {missing} and have unknown {unknown}; an optimizer of another "
+                "kind, or of other parameters, has made them. For the model's alone call load_states before "
+                "set_optimizer"
             )
         for key, value in mine.items():
             if value.shape != states[key].shape or value.dtype != states[key].dtype:

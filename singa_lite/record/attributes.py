@@ -29,7 +29,7 @@ from ..autograd.engine import RecordedStep
 from ..errors import GraphError
 from ..graph.memory import root_of
 from ..graph.recorder import Recorder
-from ..layer.base import Layer, layers_of
+from ..layer.base import Layer, is_parameter, layers_of
 from ..tensor import Tensor
 from ..tensor.pytree import flatten, rebuild
 from .watched import watched
@@ -349,7 +349,7 @@ class Attributes:
         before = self.before.get((id(layer), name))
         if before is not None and before.value is value:
             return _may_change_unset(value) and not before.is_like(before.now())
-        is_state = isinstance(value, Tensor) and (value.stores_grad or name in layer.buffers)
+        is_state = isinstance(value, Tensor) and (is_parameter(value) or name in layer.buffers)
         return not is_state and not isinstance(value, Layer) and name not in layer.unrecorded_attributes
 
     def share_memory(self) -> None:

@@ -83,6 +83,7 @@ OF_ALL_TENSORS = frozenset(
         "creator_output",
         "_grad",
         "_has_fresh_grad",
+        "_is_parameter",
     ]
 )
 MODES = {"_has_mode", "_is_compiled", "_precision"}  # of a Model, by which it chooses what a call does

@@ -117,7 +117,9 @@ def is_number_or_bool(value: object) -> TypeGuard[float]:
 def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarray:
     """Return a number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it."""
     if not is_number_or_bool(value):
-        raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
+        raise DTypeError(
+            f"{where}: expected a Tensor or a number, got {type(value).__name__}; wrap arrays with from_numpy"
+        )
     try:
         if is_float(dtype):
             with np.errstate(invalid="ignore", over="ignore"):

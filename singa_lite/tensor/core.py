@@ -86,6 +86,7 @@ class Tensor:
 
     _grad: Tensor | None = None
     _has_fresh_grad = False
+    _is_parameter = False  # whether a layer has it as a parameter, also after its flags were set to False
     _is_old_grad = False  # whether this was the ``grad`` of a parameter that has another one now
 
     def __init__(
@@ -257,13 +258,20 @@ class Tensor:
 
     # ---- the gradient ------------------------------------------------------------------------------
 
-    def backward(self, dy: Tensor | Number | None = None, communicator_callbacks: Any = None) -> None:
+    def backward(
+        self,
+        dy: Tensor | Number | None = None,
+        communicator_callbacks: Any = None,
+        *,
+        clear_buffer: bool = False,
+    ) -> None:
         """Compute dy * d(self)/d(p) for every parameter p: added to ``p.grad`` if that is fresh, else replacing it.
 
         Args:
             dy: the gradient to start from: None (1), a number, or a Tensor of this shape, dtype and device.
             communicator_callbacks: an ``autograd.BackwardCallback`` or a list of them, such as
                 ``communicators.MultiProcessCommunicator.all_reduce_callback`` gives; None: no callback.
+            clear_buffer: accepted, as nnabla has it; what the operators have kept for it is always freed on the way.
 
         Raises:
             GraphError: this tensor was not recorded, or its record was used up by an earlier backward.
@@ -581,7 +589,7 @@ class Tensor:
         """Raise a GraphError if an operator made this tensor and recorded it."""
         if self.is_recorded:
             raise GraphError(
-                f"{what}: changing a recorded tensor in place would falsify its gradients; write a = a + b"
+                f"{what}: changing a recorded tensor in place would falsify its gradients; compute a new one"
             )
         self.creator = None  # that of a recorded step, from which it is a copy
 
@@ -732,6 +740,13 @@ def check_tensor(where: str, t: object) -> None:
     """Raise DTypeError unless ``t`` is a Tensor."""
     if not isinstance(t, Tensor):
         raise DTypeError(f"{where}: expected a Tensor, got {type(t).__name__}; wrap it with from_numpy")
+
+
+def check_parameter(where: str, param: object) -> None:
+    """Raise DTypeError unless ``param`` is a Tensor that gets a gradient in ``Tensor.grad``."""
+    if not isinstance(param, Tensor) or param.grad is None:
+        what = "a parameter, a Tensor with stores_grad=True and requires_grad=True"
+        raise DTypeError(f"{where}: expected {what}, got {param!r}; leave out what is not trained")
 
 
 def check_vector(where: str, matrix: Tensor, v: object, axis: int) -> None:

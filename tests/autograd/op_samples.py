@@ -308,9 +308,14 @@ SAMPLES = [
         for n in range(3)
     ],
     Sample("split", (normal(4, 2, 3),), lambda x: x[2:], {"axis": 0, "num_output": 2}, output=1),
-    Sample("tile", (normal(2, 3),), lambda x: np.tile(x, 2), {"repeats": 2}),
+    Sample("tile", (normal(2, 3),), lambda x: np.tile(x, (2, 1)), {"repeats": 2}),
     Sample("tile", (normal(2, 3),), lambda x: np.tile(x, (3, 1)), {"repeats": (3, 1)}),
-    Sample("tile", (normal(1, 1, 1, 2, 1, 2),), lambda x: np.tile(x, 2), {"repeats": 2}),
+    Sample(
+        "tile",
+        (normal(1, 1, 1, 2, 1, 2),),
+        lambda x: np.tile(x, (2, 1, 1, 3, 1, 1)),
+        {"repeats": [2, 1, 1, 3]},
+    ),
     Sample("tile", (normal(2, 1, 2, 1, 1, 2),), lambda x: np.tile(x, (2,) * 6), {"repeats": (2,) * 6}),
     Sample("tile", (normal(3),), lambda x: np.tile(x, (2, 2, 3)), {"repeats": [2, 2, 3]}),
     Sample("squeeze", (normal(1, 3, 1, 2),), lambda x: x[0, :, 0]),

@@ -404,11 +404,12 @@ class Tile(Operator):
 
 
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
-    """Return copies of ``x`` side by side, as ``numpy.tile``.
+    """Return copies of ``x`` side by side, as ``numpy.tile`` where ``repeats`` has a number for each axis.
 
     Args:
         x: any tensor.
-        repeats: copies along each axis, >= 0; fewer numbers than axes are for the last ones, more add axes in front.
+        repeats: copies along each axis, >= 0; fewer numbers than axes are for the first ones, as in SINGA (numpy's
+            for the last); more add axes in front.
 
     Returns:
         The size of each axis times its copies, the dtype of ``x``; shares its memory where all counts are 1.
@@ -419,7 +420,7 @@ def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
     """
     check_tensors("tile", x)
     given = check_ints("tile", "repeats", listed(repeats), 0)
-    counts = [*[1] * (x.ndim() - len(given)), *given]
+    counts = [*given, *[1] * (x.ndim() - len(given))]
     shape = as_shape("tile", (*[1] * (len(counts) - x.ndim()), *x.shape))
     as_shape("tile", [size * count for size, count in zip(shape, counts, strict=True)])
     y = reshape(x, shape)
