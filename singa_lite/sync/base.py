@@ -338,6 +338,14 @@ def _types_of(options: Any) -> Mapping[str, Any]:
     return MappingProxyType(get_type_hints(options))
 
 
+def by_parameter(scheme: str, prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counters called ``prefix`` and the name of a parameter by that name; CheckpointError for any other."""
+    wrong = [name for name in counters if not name.startswith(prefix)]
+    if wrong:
+        raise CheckpointError(f"{scheme}: {wrong[:3]} are not its counters")
+    return {name.removeprefix(prefix): value for name, value in counters.items()}
+
+
 def scale_in_place(backend: Backend, flat: Array, factor: float) -> None:
     """Multiply an array by a number that is the same at every replay."""
     number = backend.empty((1,), flat.dtype)

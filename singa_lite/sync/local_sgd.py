@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointError, check_int
+from ..errors import check_int
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start
 from ..tensor import Tensor
-from .base import Scheme, StepContext
+from .base import Scheme, StepContext, by_parameter
 from .buckets import Bucket, BucketedSync, Exchange
 
 PREFIX = "updates of "
@@ -99,7 +99,4 @@ class LocalSgd(BucketedSync):
         return {PREFIX + name: count for name, count in self._updates.items()}
 
     def set_counters(self, counters: dict[str, Any]) -> None:
-        wrong = [name for name in counters if not name.startswith(PREFIX)]
-        if wrong:
-            raise CheckpointError(f"localSGD: {wrong[:3]} do not count updates")
-        self._updates = {name.removeprefix(PREFIX): int(count) for name, count in counters.items()}
+        self._updates = by_parameter("localSGD", PREFIX, counters)

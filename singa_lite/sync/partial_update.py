@@ -9,10 +9,9 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from ..errors import CheckpointError
 from ..graph.recorder import bookkeep, break_graph, guard_ahead, steps_since_start
 from ..tensor import Tensor
-from .base import Scheme
+from .base import Scheme, by_parameter
 from .grouping import group_all
 
 PREFIX = "updates since the average of "
@@ -79,10 +78,7 @@ class PartialUpdate(Scheme):
         return {PREFIX + name: age for name, age in self._ages.items()}
 
     def set_counters(self, counters: dict[str, Any]) -> None:
-        wrong = [name for name in counters if not name.startswith(PREFIX)]
-        if wrong:
-            raise CheckpointError(f"partialUpdate: {wrong[:3]} do not count updates")
-        self._ages = {name.removeprefix(PREFIX): int(age) for name, age in counters.items()}
+        self._ages = by_parameter("partialUpdate", PREFIX, counters)
 
 
 def _next_chunk(names: ChunkNames, ages: Mapping[str, int]) -> int:

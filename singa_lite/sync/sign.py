@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
-from .base import Array, StepContext
+from .base import Array, StepContext, by_parameter
 from .buckets import Bucket, BucketedSync, Exchange
 from .state import Slot
 
@@ -114,7 +113,4 @@ class Sign(BucketedSync):
         return {PREFIX + name: lr for name, lr in self._lrs.items()}
 
     def set_counters(self, counters: dict[str, Any]) -> None:
-        wrong = [name for name in counters if not name.startswith(PREFIX)]
-        if wrong:
-            raise CheckpointError(f"sign: {wrong[:3]} are not its counters")
-        self._lrs = {name.removeprefix(PREFIX): float(lr) for name, lr in counters.items()}
+        self._lrs = by_parameter("sign", PREFIX, counters)

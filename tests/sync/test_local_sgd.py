@@ -141,7 +141,7 @@ def test_a_dist_opt_says_that_ranks_differ() -> None:
     local = LocalCommunicator(World())
     assert not opt.DistOpt(communicator=local, dist_option="localSGD:8:start=500").keeps_equal
     scheme = new_scheme("localSGD", local, Case())
-    with pytest.raises(CheckpointError, match=r"localSGD: .*do not count updates"):
+    with pytest.raises(CheckpointError, match=r"localSGD: .*are not its counters"):
         scheme.load_state_dict({"counter/first step": np.array(1)}, {})
 
 
