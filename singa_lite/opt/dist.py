@@ -29,7 +29,7 @@ from ..errors import GraphError, OptionError, check_int
 from ..graph.clock import abandon_step, lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync.agree import compare
-from ..sync.base import Scheme, StepContext, option_names
+from ..sync.base import Scheme, StepContext, types_of
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
 from ..sync.finite import PREFIX as FINITE
@@ -428,7 +428,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
                 f"DistOpt: {', '.join(of_opt)} was set on the DistOpt, where nothing reads it; set that of dist.opt"
             )
         schemes = {read_dist_option(self.dist_option).scheme, *self._schemes.kinds}
-        options = {name for scheme in schemes for name in option_names(scheme)}
+        options = {name for scheme in schemes for name in types_of(scheme)}
         if own := sorted(names & {*argument_names(DistOpt), *options}):
             raise OptionError(
                 f"DistOpt: {', '.join(own)} was set after the DistOpt was made, where nothing reads it; give it to the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import numpy as np
 
@@ -28,22 +28,21 @@ def join_options(where: str, *several: Mapping[str, Option]) -> dict[str, Option
     return joined
 
 
-def check_options(scheme: Any, given: Mapping[str, Option]) -> None:
-    """Raise OptionError for a name or type that ``scheme.Options`` does not have; a DecayScheduler is a number."""
-    types = get_type_hints(scheme.Options) if given else {}
+def check_options(scheme: str, types: Mapping[str, Any], given: Mapping[str, Option]) -> None:
+    """Raise OptionError unless ``types`` has the name and type of each option; a DecayScheduler is a number."""
     unknown = sorted(set(given) - set(types))
     if unknown:
         have = f"its options are {', '.join(types)}" if types else "it has no options"
-        raise OptionError(f"DistOpt: {scheme.names[0]} has no option {', '.join(unknown)}; {have}")
+        raise OptionError(f"DistOpt: {scheme} has no option {', '.join(unknown)}; {have}")
     for name, value in given.items():
         accepted = get_args(types[name]) or (types[name],)
         if isinstance(value, DecayScheduler) or (value is None and type(None) in accepted):
             continue
         if bool in accepted:
             if not isinstance(value, (bool, np.bool_)):
-                raise OptionError(f"{scheme.names[0]}: {name} = {value!r} must be True or False")
+                raise OptionError(f"{scheme}: {name} = {value!r} must be True or False")
         elif float in accepted:
-            check_number(scheme.names[0], name, value)
+            check_number(scheme, name, value)
 
 
 def with_defaults(options: Any, names: Sequence[str]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any, Protocol
 
 from ..errors import OptionError, is_one_of
-from ..sync.base import OptimizerView, Scheme, StepContext, option_names, types_of
+from ..sync.base import OptimizerView, Scheme, StepContext, types_of
 from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from .base import Optimizer
 from .options import Option, check_options, join_options, with_defaults
@@ -55,11 +55,12 @@ class StepOptions:
         wrapped = wrapped_field(scheme)
         if wrapped in of_call and of_call[wrapped] != given.get(wrapped):
             given = {}  # are another scheme's
-        if spars is not None and "spars" in option_names(scheme_of_options(scheme, {**given, **of_call})):
+        if spars is not None and "spars" in types_of(scheme_of_options(scheme, {**given, **of_call})):
             of_call = join_options("DistOpt", of_call, {"spars": spars})
         given |= of_call
         by_name = {name: value for name, value in given.items() if name != wrapped}
-        check_options(scheme_of_options(scheme, given), by_name)
+        takes = scheme_of_options(scheme, given)
+        check_options(takes.names[0], types_of(takes), by_name)
         if self._clip_norm is not None and has_clip(scheme):
             if "clip" in given:
                 raise OptionError(
@@ -98,12 +99,12 @@ def schedules(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]
 
 def has_clip(scheme: type[Scheme]) -> bool:
     """Return whether a scheme clips local gradients itself, by its option ``clip``."""
-    return "clip" in option_names(scheme)
+    return "clip" in types_of(scheme)
 
 
 def _values(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
     """Return ``given`` with the default of ``spars`` if the scheme has that option."""
-    takes_it = "spars" in option_names(scheme_of_options(scheme, given))
+    takes_it = "spars" in types_of(scheme_of_options(scheme, given))
     return {"spars": dist.spars, **given} if takes_it else given
 
 

@@ -320,14 +320,8 @@ def text_of(options: Any, without: tuple[str, ...] = ()) -> str:
     return "".join(f":{name}={getattr(options, name)}" for name in each)
 
 
-def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
-    """Return the names of the options that a scheme takes."""
-    options: Any = scheme.Options  # Any: mypy takes no class for hashable
-    return tuple(_types_of(options))
-
-
 def types_of(scheme: type[Scheme]) -> Mapping[str, Any]:
-    """Return the type of each option."""
+    """Return the types of the options that a scheme takes, by their names."""
     options: Any = scheme.Options  # Any: mypy takes no class for hashable
     return _types_of(options)
 

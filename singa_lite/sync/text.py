@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from ..errors import OptionError, check_choice
 from . import find_schemes
-from .base import Scheme, option_names, text_of, types_of
+from .base import Scheme, text_of, types_of
 
 BOOLS = {"1": True, "true": True, "0": False, "false": False}
 # what Python reads besides, such as 1_0, spaces, other alphabets' digits and inf, is a slip of the pen here
@@ -108,7 +108,7 @@ def make_options(scheme: type[Scheme], values: dict[str, Any]) -> Any:
 
 def wrapped_field(scheme: type[Scheme]) -> str:
     """Return the name of the option that is another dist_option, "" if there is none."""
-    return option_names(scheme)[0] if scheme.wraps_another else ""
+    return next(iter(types_of(scheme))) if scheme.wraps_another else ""
 
 
 def form_of(scheme: type[Scheme]) -> str:

@@ -18,7 +18,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import Device
 from singa_lite.errors import OptionError
 from singa_lite.sync import find_schemes
-from singa_lite.sync.base import option_names
+from singa_lite.sync.base import types_of
 from singa_lite.sync.buckets import Bucket, BucketedSync, Exchange
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import batch, compiled, distributed, trained
@@ -59,7 +59,7 @@ class Steps:
     def begin(self) -> None:
         for flat in self.flats():
             flat[...] = 0
-        sparse = {"spars": 0.1, "corr": False} if "corr" in option_names(type(self.scheme)) else {}
+        sparse = {"spars": 0.1, "corr": False} if "corr" in types_of(type(self.scheme)) else {}
         begin(self.scheme, **sparse)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
