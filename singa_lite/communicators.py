@@ -492,9 +492,8 @@ class _AllReduceCallback(BackwardCallback):
     def __init__(self, sums: _Sums, arrays: list[GivenArray], scale: float) -> None:
         self._sums, self._scale = sums, scale
         self._changed_gradients = [array.tensor for array in arrays]
-        self._open: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # not sent yet: by the id of the array, number and gradient
+        # not sent yet: by the id of the array, number and gradient
+        self._open: dict[int, tuple[int, Tensor]] = {}
 
     def begin(self) -> None:
         self._sums.begin(StepContext(self._sums.Options(), 0, self._sums.optimizer))

@@ -126,9 +126,7 @@ class State:
     store: Any = None  # Any: likewise
     store_pid: int = 0
     store_arguments: dict[str, Any] = field(default_factory=dict)
-    jobs: weakref.WeakKeyDictionary[Any, Any] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )  # Any: likewise
+    jobs: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)  # likewise
     dist_opts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
     trace: Any = None  # Any: likewise
     watched_parent: int = 0

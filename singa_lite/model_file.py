@@ -30,9 +30,8 @@ STATES_FILE = "tensor_dict.npz"
 ATTRIBUTES_FILE = "states_attr.json"
 OPTIMIZER_FILE = "optimizer.npz"
 AUX_PREFIX = "aux."
-AUXILIARY = (
-    1  # the state_type of arrays that are not states of the model, in SINGA's files too, which have no prefix
-)
+# the state_type of arrays that are not states of the model, in SINGA's files too, which have no prefix
+AUXILIARY = 1
 RANDOM_STATE = "random_state"
 
 MAX_NAME_BYTES = 60_000  # of an array; ZIP has room for 65535

@@ -77,9 +77,8 @@ class Communicator:
     def fusedSynch(self, tensors: Sequence[Tensor | Array], send: bool = True) -> None:
         """Do ``synch`` for several tensors; with ``send=False`` they wait for the next call with ``send=True``."""
         check_bool("Communicator", "send", send)
-        for array in [
-            _raw(tensor) for tensor in listed(tensors)
-        ]:  # SINGA's scripts name a kept one when they send
+        # SINGA's scripts name a kept one when they send
+        for array in [_raw(tensor) for tensor in listed(tensors)]:
             if not any(array is kept for kept in self._kept):
                 self._kept.append(array)
         if send:

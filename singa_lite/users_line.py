@@ -31,6 +31,5 @@ def _users_frame() -> tuple[FrameType | None, int]:
     return frame, level
 
 
-PACKAGE = (
-    os.path.dirname(_users_frame.__code__.co_filename) + os.sep
-)  # as frames have it, which need not be absolute
+# as frames have it, which need not be absolute
+PACKAGE = os.path.dirname(_users_frame.__code__.co_filename) + os.sep

@@ -253,9 +253,8 @@ class Operator:
         try:
             result = self.forward(context, *[tensor.array for tensor in used])
         except TypeError as error:
-            if (
-                error.__traceback__ is not None and error.__traceback__.tb_next is None
-            ):  # it was not even begun
+            # forward was not even begun
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 raise TypeError(f"{error}; {SIGNATURES}") from None
             raise
         node = _made_by(self, context, inputs) if has_gradient else None

@@ -63,9 +63,8 @@ class NcclWork(Work):
         self._communicator = communicator
         self._op = op  # native
         self._stream_of, self._out = array, out
-        self._narrow: tuple[Array, float, Array | None] | None = (
-            None  # what is sent in 16 bits, divisor, wire_scale
-        )
+        # what is sent in 16 bits, divisor, wire_scale
+        self._narrow: tuple[Array, float, Array | None] | None = None
 
     def _wait(self, timeout_s: float | None) -> None:
         """Hold the current stream back until the collective has ended; the host does not wait.

@@ -211,9 +211,8 @@ def process_communicator(
             _check_same(_explicit_world(rendezvous_id, local_rank, world_size), state.communicator.world)
         return state.communicator
     with state.communicator_lock:
-        if (
-            state.communicator is not None and state.communicator_pid == os.getpid()
-        ):  # by another thread meanwhile
+        # made by another thread meanwhile
+        if state.communicator is not None and state.communicator_pid == os.getpid():
             return process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
         timeout_s = _timeout(timeout_s)
         world = find_world(rendezvous_id, local_rank, world_size, timeout_s)

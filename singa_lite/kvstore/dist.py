@@ -364,10 +364,8 @@ class DistStore(KVStore):
         number = self._num_requests
         request = Request(self, name, number, targets, finish)
         headers = {server: [verb, number, content] for server, content in contents.items()}
-        for (
-            server,
-            header,
-        ) in headers.items():  # one that is too long is an error before the first has been sent
+        # a header that is too long is an error before the first has been sent
+        for server, header in headers.items():
             self._messenger._head_of(header, arrays.get(server, []))
         self._num_requests += 1
         if targets:

@@ -27,9 +27,7 @@ from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
 from .sums import SumMemory
 
 LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
-MEMORY_FACTOR = (
-    2  # of the values' elements, in memory for sums: each key in a list of all and in one of its own
-)
+MEMORY_FACTOR = 2  # of the values' elements, for sums: each key in a list of all and in one of its own
 UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
 
 
@@ -186,9 +184,8 @@ class ReplicaStore(KVStore):
 
     def _memory_of(self, pushes: list[Push], device: Device, options: PushOptions) -> SumMemory:
         """Return memory for a sum; that of the same keys again, whose values the sum replaces if they are there."""
-        if (
-            options.allow_none
-        ):  # a key that all leave out keeps its value, and the next list of keys is another
+        # a key that all leave out keeps its value, and the next list of keys is another
+        if options.allow_none:
             return SumMemory(pushes, device)
         keys = tuple([push.spec.key for push in pushes])
         if keys not in self._memory:

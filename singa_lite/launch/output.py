@@ -44,9 +44,8 @@ class Sink:
         self._pending: list[bytes] = []
         self._num_bytes = self._num_dropped = 0
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = (
-            None  # made at the first write, when all ranks have been forked
-        )
+        # made at the first write, when all ranks have been forked
+        self._thread: threading.Thread | None = None
         self._is_resting = False
 
     @property

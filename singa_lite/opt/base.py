@@ -70,9 +70,8 @@ class Optimizer:
     is_recordable = False
     records_per_kind = 1  # records that recorded steps need whose arguments are alike
     places_streams = False  # whether a Model calls ``place_streams`` before each training step
-    _inherited_methods: tuple[
-        str, ...
-    ] = ()  # that the class has not written, but taken from a class beside it
+    # names of methods that the class has not written, but inherited from a class that is no Optimizer
+    _inherited_methods: tuple[str, ...] = ()
     lr = ScheduleAttribute()
     _unnamed: tuple[int, ...] | None = None  # see ``unnamed``
 

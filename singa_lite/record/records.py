@@ -294,9 +294,8 @@ class Records:
         self._kinds = OrderedDict(
             (key, kind)
             for key, kind in self._kinds.items()
-            if kind.records
-            or kind.is_settled
-            or kind is self._recorded  # whose record tells about the saving
+            # of the last one the record tells about the saving
+            if kind.records or kind.is_settled or kind is self._recorded
         )
         self._misses = 0
         for kind in self._kinds.values():

@@ -413,9 +413,8 @@ class Variables:
         if isinstance(value, (set, frozenset)):
             if len(value) > MAX_ITEMS:
                 return Same(value), frozenset(value)
-            return Same(value), frozenset(
-                zip(map(type, value), value, strict=True)
-            )  # 1, 1.0 and True are equal
+            # with their types, as 1, 1.0 and True are equal
+            return Same(value), frozenset(zip(map(type, value), value, strict=True))
         if isinstance(value, deque) and len(value) <= MAX_ITEMS:
             return Same(value), self._describe(list(value), seen)
         if isinstance(value, deque):

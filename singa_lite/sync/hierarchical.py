@@ -165,9 +165,8 @@ class Hierarchical(BucketedSync):
         self.inside, self.between = [*self._groups.count(), Traffic()][:2]
 
     def graph_key(self) -> Hashable:
-        if (
-            self._outer is None
-        ):  # on members, and before the first step: as of an outer scheme that has not run
+        if self._outer is None:
+            # on members, and before the first step: as of an outer scheme that has not run
             return None, ()
         return self._outer.graph_key(), self._outer.state.graph_key()
 
