@@ -176,18 +176,16 @@ class GradientSums:
         if not states:
             return
         self._check_counts(states)
-        params = {SUM + name: param for param, name in names.items()}
+        known = self._known_states(names)
         for key, values in states.items():
-            if key in (CALLS, BATCHES):
-                continue
-            param = params.get(key)
-            if param is None or (values.shape, values.dtype) != (
-                param.shape,
-                accumulation_dtype(param.dtype),
-            ):
+            if key not in (CALLS, BATCHES) and known.get(key) != (values.shape, values.dtype):
                 raise CheckpointError(
                     f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
                 )
+
+    def _known_states(self, names: Mapping[Tensor, str]) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Return the shape and dtype of each array that ``state_dict`` may have for parameters with ``names``."""
+        return {SUM + name: (param.shape, accumulation_dtype(param.dtype)) for param, name in names.items()}
 
     def _check_counts(self, states: Mapping[str, np.ndarray]) -> None:
         found = [states.get(name, np.array(0)) for name in (BATCHES, CALLS)]

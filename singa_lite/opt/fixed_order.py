@@ -125,20 +125,12 @@ class FixedOrderSums(GradientSums):
                 states[f"{LEVEL}{level}/{names[param]}"] = param.device.backend.to_numpy(array)
         return states
 
-    def check_states(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
-        if not states:
-            return
-        self._check_counts(states)
-        fits = {
+    def _known_states(self, names: Mapping[Tensor, str]) -> dict[str, tuple[tuple[int, ...], Any]]:
+        return {
             f"{LEVEL}{level}/{name}": (param.shape, param.dtype)
             for param, name in names.items()
             for level in range(self.num_batches.bit_length())
         }
-        for key, values in states.items():
-            if key not in (CALLS, BATCHES) and fits.get(key) != (values.shape, values.dtype):
-                raise CheckpointError(
-                    f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
-                )
 
     def load_state_dict(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
         params = {name: param for param, name in names.items()}
