@@ -158,7 +158,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self.places_streams = order == "fixed"
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
         self._spars = SPARS if spars is None else spars
-        self.dist_option, self._options = dist_option, options
+        self.dist_option = dist_option
         self._step_options = StepOptions(options, clip_norm)
         self._step_options.check(self, spars)
         if nccl_id is not None and not hasattr(nccl_id, "rendezvous_id"):
@@ -593,10 +593,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def __repr__(self) -> str:
         """Return the wrapped optimizer, how gradients travel, and how many ranks there are."""
-        given = {
-            **self._options,
-            **({"accumulate": self._sums.num_batches} if self._sums.num_batches > 1 else {}),
-        }
+        given = dict(self._step_options.options)
+        given |= {"accumulate": self._sums.num_batches} if self._sums.num_batches > 1 else {}
         given |= {} if self._order == "any" else {"order": self._order}
         given |= {} if self._clip_norm is None else {"clip_norm": self._clip_norm}
         options = "".join(f", {name}={value!r}" for name, value in given.items())

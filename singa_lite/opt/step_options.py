@@ -31,12 +31,12 @@ class StepOptions:
     """
 
     def __init__(self, options: dict[str, Option], clip_norm: float | None) -> None:
-        self._options, self._clip_norm = options, clip_norm
+        self.options, self._clip_norm = options, clip_norm
 
     def check(self, dist: CallDefaults, spars: float | DecayScheduler | None) -> None:
         """Raise OptionError unless the constructor's options fit its ``dist_option``, and ``spars`` is given once."""
         scheme, of_text = read_dist_option(dist.dist_option)
-        of_text = options_by_name(scheme, join_options("DistOpt", of_text, self._options))
+        of_text = options_by_name(scheme, join_options("DistOpt", of_text, self.options))
         join_options("DistOpt", of_text, {} if spars is None else {"spars": spars})
         self.step(dist, scheme, self.read_call(dist, None, None, {}))
 
@@ -51,7 +51,7 @@ class StepOptions:
         default, of_default = read_dist_option(dist.dist_option)
         scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
         of_call = options_by_name(scheme, join_options("DistOpt", of_text, options))
-        given = options_by_name(scheme, {**self._options, **of_default}) if scheme is default else {}
+        given = options_by_name(scheme, {**self.options, **of_default}) if scheme is default else {}
         wrapped = wrapped_field(scheme)
         if wrapped in of_call and of_call[wrapped] != given.get(wrapped):
             given = {}  # are another scheme's
