@@ -56,7 +56,6 @@ class Hierarchical(BucketedSync):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._inner: Communicator | None = None
-        self._between: Communicator | None = None  # of the leaders
         self._outer: Scheme | None = None  # on a leader
         self._kind: type[BucketedSync] | None = None  # of the outer scheme, on all ranks
         self._text = ""  # of the outer scheme, at the first step
@@ -112,7 +111,7 @@ class Hierarchical(BucketedSync):
         )
         num_hosts = sum(size > 0 for size in sizes)
         self._weight = inner.size * num_hosts / self.communicator.size
-        self._inner, self._between, self._loaded = inner, between, None
+        self._inner, self._loaded = inner, None
         self._kind, self._text = kind, text
         self._groups = StepGroups(self.communicator, [each for each in (inner, between) if each is not None])
 

@@ -69,9 +69,8 @@ def several_steps(communicator: Any, hosts: str, outer: str) -> list[tuple[Any, 
                 (sent.bytes_sent, scheme.inside.bytes_sent, scheme.between.bytes_sent),
             )
         )
-    for group in (scheme._inner, scheme._between):
-        if group is not None:
-            group.close()
+    for group in scheme._groups._counted:
+        group.close()
     del os.environ["SINGA_LITE_HOST"]
     return log
 
