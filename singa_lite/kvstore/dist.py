@@ -158,7 +158,7 @@ class DistStore(KVStore):
 
     def server_stats(self) -> list[dict[str, Any]]:
         with self.one_thread("server_stats"):
-            request = self._ask("stats", dict.fromkeys(range(self.num_servers)))
+            request = self._ask("stats")
         return [request.answers[server][0] for server in range(self.num_servers)]
 
     @property
@@ -172,7 +172,7 @@ class DistStore(KVStore):
             self._is_closed = True
             for request in list(self._requests.values()):
                 request.wait()
-            self._ask("close", dict.fromkeys(range(self.num_servers)))
+            self._ask("close")
         self._messenger.close()
 
     def leave(self) -> None:
@@ -219,7 +219,7 @@ class DistStore(KVStore):
                 keys[part.server].append(spec.key)
                 arrays[part.server].append(piece)
         if self.rank == 0:
-            self._ask(verb, dict.fromkeys(keys), keys, arrays)
+            self._ask(verb, keys, arrays)
 
     def _per_server(self) -> dict[int, list[Any]]:
         return {server: [] for server in range(self.num_servers)}
@@ -236,12 +236,10 @@ class DistStore(KVStore):
     def _command(self, verb: str, content: Any) -> None:
         """Send a call of worker 0 to all servers."""
         if self.rank == 0:
-            servers = range(self.num_servers)
-            self._ask(verb, dict.fromkeys(servers), dict.fromkeys(servers, content))
+            self._ask(verb, dict.fromkeys(range(self.num_servers), content))
 
     def _flush(self, call: str) -> None:
-        servers = range(self.num_servers)
-        self._ask("flush", dict.fromkeys(servers), dict.fromkeys(servers, call))
+        self._ask("flush", dict.fromkeys(range(self.num_servers), call))
 
     def _end_call(self) -> None:
         with suppress(CommError):  # it is the next call's to raise
@@ -251,7 +249,7 @@ class DistStore(KVStore):
         """Return the states of whole keys on worker 0, {} on others."""
         if self.rank != 0:
             return {}
-        request = self._ask("get_states", dict.fromkeys(range(self.num_servers)))
+        request = self._ask("get_states")
         found: dict[tuple[Key, str], list[Array]] = {}
         for server in range(self.num_servers):
             names, arrays = request.answers[server]
@@ -279,7 +277,7 @@ class DistStore(KVStore):
                 for part, piece in pieces:
                     names[part.server].append([key, name])
                     arrays[part.server].append(np.asarray(piece, order="C"))
-        self._ask("set_states", dict.fromkeys(names), names, arrays)
+        self._ask("set_states", names, arrays)
 
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
         break_graph("it uses a key-value store")
@@ -342,13 +340,12 @@ class DistStore(KVStore):
     def _ask(
         self,
         verb: str,
-        targets: dict[int, list[Array] | None],
         contents: dict[int, Any] | None = None,
         arrays: dict[int, list[Array]] | None = None,
     ) -> Request:
-        """Send each server of ``targets`` a message and wait for the answers."""
-        contents = contents or dict.fromkeys(targets)
-        request = self._send(verb, verb, contents, arrays or {}, targets)
+        """Send every server a message and wait for the answers."""
+        targets: dict[int, list[Array] | None] = dict.fromkeys(range(self.num_servers))
+        request = self._send(verb, verb, contents or targets, arrays or {}, targets)
         request.wait()
         return request
 
