@@ -231,7 +231,7 @@ class DistStore(KVStore):
         self._command("set_lr", lr)
 
     def _set_compression(self, compression: Compression) -> None:
-        self._command("set_compression", {"type": compression.type, "threshold": compression.threshold})
+        self._command("set_compression", vars(compression))
 
     def _command(self, verb: str, content: Any) -> None:
         """Send a call of worker 0 to all servers."""

@@ -31,9 +31,7 @@ class Residuals:
         codes, changed = [], {}
         for key, pieces in values.items():
             size = sum(piece.size for piece in pieces)
-            changed[key] = residual = (
-                self._kept[key].copy() if key in self._kept else np.zeros(size, np.float32)
-            )
+            changed[key] = residual = self.get(key, size).copy()
             start = 0
             for piece in pieces:
                 code = np.empty(compression.code_size(piece.size), np.int32)

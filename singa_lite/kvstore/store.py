@@ -313,8 +313,9 @@ class KVStore(WorkerCalls):
         compression = Compression.of(compression_params)
         if self._arguments.specs:
             raise OptionError(f"{self._name}: set_gradient_compression comes before the first key is made")
-        manifest = {"type": compression.type, "threshold": compression.threshold}
-        self._together("set_gradient_compression", manifest, lambda: self._set_compression(compression))
+        self._together(
+            "set_gradient_compression", vars(compression), lambda: self._set_compression(compression)
+        )
         self._compression, self._arguments.needs_float32 = compression, True
 
     # ---- saved states --------------------------------------------------------------------------------
@@ -355,7 +356,6 @@ class KVStore(WorkerCalls):
             head: what else is kept, JSON values.
             get_states: gives the states on worker 0; called on all.
         """
-
         _check_path(where, fname)
 
         def save() -> None:
