@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients one can hold: ``Tensor.backward`` puts them into ``Tensor.grad``, and tells callbacks which are final.
+"""Gradients one can hold: ``Tensor.backward`` puts them into ``Tensor.grad``, and calls callbacks as each is final.
 
 What lives here: adding up, and the contract of a callback. What does not: computing gradients (engine.py), where a
 gradient is kept and whether it is fresh (tensor/core.py), sending it (communicators.py).

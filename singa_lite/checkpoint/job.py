@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``save_job`` and ``load_job`` share: the ranks of a job and what each has, and what is known of its checkpoints.
+"""Shared by ``save_job`` and ``load_job``: the ranks of a job, the arrays of each, and its known checkpoints.
 
 What does not live here: saving (save.py), going on from what was saved (load.py), extras, hashes and what is stored
 once (contents.py), the files (../generation.py).
@@ -57,7 +57,7 @@ class Trainer(Protocol):
         """Return what this worker needs to go on."""
 
     def set_states(self, states: Arrays) -> None:
-        """Go on from ``get_states`` and worker 0's parameters."""
+        """Continue from ``get_states`` and worker 0's parameters."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def load_job(
     trainer: Trainer | None = None,
     sampler: Sampler | None = None,
 ) -> Job | None:
-    """Go on from the newest generation in ``folder`` that is whole; a collective.
+    """Continue from the newest generation in ``folder`` that is whole; a collective.
 
     A save of this model with ``block=False`` is waited for. A generation with a missing or damaged file is left out
     with a warning, on all ranks. With as many ranks as saved it the job goes on with the same bits; with another number

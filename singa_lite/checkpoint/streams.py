@@ -3,8 +3,9 @@
 
 Note [streams of other ranks]: with another number of ranks each stream goes on by itself. Where the ranks that saved
 had the same one (of a device: the same seed), all go on with it, behind all that was drawn. Where they had not, each
-gets a new one, derived from rank 0's, the step and its rank, the same whenever the job goes on from there. One rank
-that saved does not tell which it is; what the ranks that go on have before they load does, as the script seeds them.
+gets a new one, derived from rank 0's, the step and its rank, the same whenever the job goes on from there. A
+checkpoint of one rank does not show which it was: then the streams that the ranks have before they load decide, as
+the script has seeded them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ..opt.dist import DistOpt
 from ..tensor import Tensor
 from ..tensor.core import check_parameter
 
-# MXNet's name of an optimizer -> ours, and the learning rate it has unless told
+# MXNet's name of an optimizer -> ours, and its default learning rate
 OPTIMIZERS = {
     "sgd": ("SGD", 0.01),
     "adam": ("Adam", 0.001),

@@ -18,7 +18,7 @@ from ..opt.schedule import Constant, DecayScheduler
 
 
 class SharedOptimizer:
-    """Compares an optimizer with what all workers have agreed on, or with what the store updates by.
+    """Compares an optimizer with the one that all workers have agreed on, or that the store updates by.
 
     Args:
         optimizer: the Trainer's, prepared.

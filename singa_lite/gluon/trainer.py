@@ -283,7 +283,7 @@ class Trainer:
         self._saved.save(fname)
 
     def load_states(self, fname: Path) -> None:
-        """Go on from ``save_states``, with as many workers and any number of servers.
+        """Continue from ``save_states``, with as many workers and any number of servers.
 
         Raises:
             CheckpointError: no such file, damaged, or of other parameters, workers or optimizer; nothing has changed.
@@ -302,7 +302,7 @@ class Trainer:
         return self._saved.get()
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Go on from ``get_states`` and, also on the servers, from worker 0's parameters; all workers call it.
+        """Continue from ``get_states`` and, also on the servers, from worker 0's parameters; all workers call it.
 
         Raises:
             CheckpointError: they are of other parameters, or nothing that ``get_states`` gives; nothing was changed.

@@ -286,7 +286,7 @@ class Recorder:
         return self._memories.get(id(root_of(array)))
 
     def _known_or_kept(self, array: Array) -> Memory:
-        """Return the Memory of ``array``; what the step has not made, a constant or what a step before left, stays."""
+        """Return the Memory of ``array``; pin one that the step has not made: a constant, or of an earlier step."""
         return self._known(array) or self.keep(array)
 
     def _view(self, array: Array) -> View:

@@ -86,7 +86,7 @@ class Arguments:
     def pushes(
         self, where: str, specs: list[Spec], key: Keys, value: Any, options: PushOptions
     ) -> list[Push]:
-        """Return what is pushed of each key; a typed error for what cannot be."""
+        """Return each key with the array to push; a typed error for one that cannot be pushed."""
         pushes = []
         for spec, arrays in zip(specs, self.values(where, key, value), strict=True):
             if self.needs_floats or options.mean or options.scale != 1:
@@ -110,7 +110,7 @@ class Arguments:
         return Push(spec, self.total(where, spec.key, arrays))
 
     def pulls(self, where: str, specs: list[Spec], key: Keys, out: Any) -> list[Pull]:
-        """Return where what is pulled of each key goes; a typed error for what cannot be changed."""
+        """Return each key with the Tensors to pull it into; a typed error for arrays that cannot be written."""
         pulls = []
         for spec, arrays in zip(specs, self.values(where, key, out), strict=True):
             outs = []

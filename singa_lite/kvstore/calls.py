@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a store is about: keys, what is pushed, where what is pulled goes, what has travelled for it."""
+"""The data of a store's calls: keys, the arrays to push, the Tensors to pull into, and the traffic of messages."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from .stored import Arrays, Description
 Array = np.ndarray[Any, Any]
 BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
 BUSY_S = 1.0  # that a call waits for the end of another thread's
-NOTE_S = 1.0  # after so many seconds a server is told that its worker waits
+NOTE_S = 1.0  # after so many seconds a worker reports to a server that it waits
 EXPLAIN_S = 2.0  # seconds for an answer that needs no other worker
 
 
@@ -423,7 +423,7 @@ class DistStore(KVStore):
         return all(send.done() for send in request.sends)
 
     def _receive(self, request: Request, limit_s: float) -> Message:
-        """Return the next message; after a while tell the servers that this worker waits for ``request``."""
+        """Return the next message; after a while report to the servers that this worker waits for ``request``."""
         if limit_s <= NOTE_S:
             return self._messenger.receive(limit_s)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of what this worker pushes, and what encoding lost of it, key by key."""
+"""Encoding the arrays that this worker pushes, and the residual that encoding leaves of each key."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Residuals:
         return self._kept.get(key, np.zeros(size, np.float32))
 
     def set(self, key: int | str, values: Array) -> None:
-        """Go on from what ``get`` gave."""
+        """Continue from what ``get`` gave."""
         self._kept[key] = values.astype(np.float32).ravel()
 
 

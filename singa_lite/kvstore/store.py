@@ -337,7 +337,7 @@ class KVStore(WorkerCalls):
         self.save_states("save_optimizer_states", fname, head, self._get_states)
 
     def load_optimizer_states(self, fname: Path) -> None:
-        """Go on from ``save_optimizer_states``, with the same keys and workers and any number of servers.
+        """Continue from ``save_optimizer_states``, with the same keys and workers and any number of servers.
 
         Raises:
             CheckpointError: no such file, damaged, or of another store or optimizer; nothing has changed.
@@ -437,7 +437,7 @@ class KVStore(WorkerCalls):
         return found
 
     def set_states(self, states: States) -> None:
-        """Go on from worker 0's ``get_states``; all call it.
+        """Continue from worker 0's ``get_states``; all call it.
 
         Raises:
             CheckpointError: worker 0's are those of other keys or another optimizer; nothing has changed.
@@ -460,7 +460,7 @@ class KVStore(WorkerCalls):
         return {spec.key: self._residuals.get(spec.key, spec.size).copy() for spec in specs}
 
     def set_residuals(self, residuals: Mapping[Key, Array]) -> None:
-        """Go on from ``get_residuals``; CheckpointError if they are of other keys or sizes, and nothing has changed."""
+        """Continue from ``get_residuals``; CheckpointError, nothing changed, if they are of other keys or sizes."""
         check_residuals("set_residuals", self.get_residuals(), residuals)
         for key, values in residuals.items():
             self._residuals.set(key, values)

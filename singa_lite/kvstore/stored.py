@@ -87,7 +87,7 @@ class StoredArray:
         }
 
     def set_states(self, states: Arrays) -> None:
-        """Go on from ``get_states``; CheckpointError if they are those of another optimizer or array."""
+        """Continue from ``get_states``; CheckpointError if they are those of another optimizer or array."""
         if self.optimizer is None:
             raise CheckpointError(f"key {self.key!r}: there is no optimizer to load states into")
         mine = self.optimizer.get_states()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 
 class Waits:
-    """The calls in which the workers wait, as they have told a server.
+    """The calls in which the workers wait, as they have reported them to a server.
 
     Attributes:
         pulling: worker that has waited for a while -> the number of the request whose answer it waits for.

@@ -107,7 +107,7 @@ class WorkerCalls(KVStoreBase):
     def note_step(self, step: int) -> None:
         """Report to the launcher, if there is one, that this worker has made ``step`` steps; Trainer does.
 
-        `singa-lite run` takes a worker that has told of none as one that fails at its start (``--min-ranks``).
+        `singa-lite run` takes a worker that has reported none as one that fails at its start (``--min-ranks``).
         """
         if check_int(f"{self._name}: note_step", "step", step, 0) > MAX_STEPS:
             raise OptionError(f"{self._name}: note_step: step = {step} is more than {MAX_STEPS}")

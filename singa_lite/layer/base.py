@@ -268,7 +268,7 @@ def check_once(where: str, name: str, by_place: object, by_name: object, default
 
 
 def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, preceded by ``initialize`` at the first call; if that fails, attributes are as they were before."""
+    """Return ``forward``, preceded by ``initialize`` at the first call; if that fails, attributes are as before."""
 
     @functools.wraps(forward)
     def wrapped(self: Layer, *inputs: Any, **options: Any) -> Any:
@@ -295,7 +295,7 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def items(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Give the entries of a list, tuple or dict as (path, entry); the value itself if it is another object."""
+    """Yield the entries of a list, tuple or dict as (path, entry); the value itself if it is another object."""
     if isinstance(value, dict):
         entries = [(str(key), entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)):
@@ -326,7 +326,7 @@ class Held(NamedTuple):
 
 
 def _walk(root: Layer, opens: Callable[[Layer], bool] = lambda layer: True) -> Iterator[Held]:
-    """Give what ``root`` holds: each layer once, followed by what that one holds if ``opens`` says so; all Tensors.
+    """Yield the layers and Tensors below ``root``: each layer once, followed by those below it if ``opens(layer)``.
 
     Last come layers that functions in attributes have enclosed.
     """
@@ -356,13 +356,13 @@ def _walk(root: Layer, opens: Callable[[Layer], bool] = lambda layer: True) -> I
 
 
 def layers_of(root: Layer) -> Iterator[tuple[str, Layer]]:
-    """Give ``root`` and all layers below it with their paths from it, each once."""
+    """Yield ``root`` and all layers below it with their paths from it, each once."""
     yield "", root
     yield from ((held.path, held.entry) for held in _walk(root) if isinstance(held.entry, Layer))
 
 
 def _enclosed(functions: list[tuple[str, FunctionType]]) -> Iterator[tuple[str, Layer]]:
-    """Give the layers that ``functions`` have enclosed with their paths, also those of functions added meanwhile.
+    """Yield the layers that ``functions`` have enclosed with their paths, also those of functions added meanwhile.
 
     Left out is a layer that holds the function: it holds what is walked through, or that is a copy of it.
     """
@@ -388,7 +388,7 @@ def _holds(layer: Layer, function: FunctionType, seen: set[int]) -> bool:
 
 
 def _states_of(root: Layer) -> Iterator[tuple[str, Tensor, bool]]:
-    """Give (name, tensor, whether it is a parameter) of every state; a shared tensor under each of its names."""
+    """Yield (name, tensor, whether it is a parameter) of every state; a shared tensor under each of its names."""
     for held in _walk(root, opens=lambda layer: not _has_own_states(layer)):
         entry = held.entry
         if isinstance(entry, Layer):
@@ -413,7 +413,7 @@ def _has_own_states(layer: Layer) -> bool:
 
 
 def _own_states(layer: Layer, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:
-    """As ``_states_of``, by what the methods of ``layer`` return."""
+    """Yield as ``_states_of`` does, by what ``get_params`` and ``get_states`` of ``layer`` return."""
     params, states = layer.get_params(), layer.get_states()
     for values in (params, states):
         if not isinstance(values, Mapping):

@@ -199,7 +199,7 @@ class GradientSums:
             )
 
     def load_state_dict(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
-        """Go on from ``state_dict``, which ``check_states`` has seen; without states a sum begins."""
+        """Continue from ``state_dict``, which ``check_states`` has seen; without states a sum begins."""
         params = {SUM + name: param for param, name in names.items()}
         for param, total in self._sums.items():
             param.device.backend.run("fill", out=total, value=0.0)

@@ -13,7 +13,7 @@ __all__ = ["AdaGrad", "Adam", "AdamW", "RMSProp"]
 
 
 class AdaGrad(Optimizer):
-    """A sum s takes up g*g, and p -= lr * g / sqrt(s + epsilon).
+    """s += g*g, then p -= lr * g / sqrt(s + epsilon); s starts at zero.
 
     Args:
         lr: learning rate, >= 0.
@@ -47,11 +47,11 @@ class AdaGrad(Optimizer):
 
 
 class RMSProp(Optimizer):
-    """A moving mean s follows g*g, and p -= lr * g / sqrt(s + epsilon).
+    """s = rho * s + (1 - rho) * g*g, then p -= lr * g / sqrt(s + epsilon); s starts at zero.
 
     Args:
         lr: learning rate, >= 0.
-        rho: how slowly s follows, 0 <= rho < 1.
+        rho: decay rate of s, 0 <= rho < 1.
         epsilon: > 0, inside the root as in SINGA.
         weight_decay: >= 0, times the parameter is added to its gradient.
 
@@ -91,12 +91,14 @@ class RMSProp(Optimizer):
 
 
 class Adam(Optimizer):
-    """m and v follow g and g*g, and p -= lr * m' / (sqrt(v') + epsilon), both corrected for their start at zero.
+    """p -= lr * m' / (sqrt(v') + epsilon), with moving means m of g and v of g*g, corrected for their start at zero.
+
+    m = beta_1 * m + (1 - beta_1) * g and m' = m / (1 - beta_1**t) at the t-th step; v and v' likewise, with beta_2.
 
     Args:
         lr: learning rate, >= 0.
-        beta_1: how slowly m follows, 0 <= beta_1 < 1.
-        beta_2: how slowly v follows, 0 <= beta_2 < 1.
+        beta_1: decay rate of m, 0 <= beta_1 < 1.
+        beta_2: decay rate of v, 0 <= beta_2 < 1.
         epsilon: > 0, outside the root.
         weight_decay: >= 0, times the parameter is added to its gradient.
 

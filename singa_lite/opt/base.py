@@ -456,7 +456,7 @@ class Optimizer:
         return {"step_counter": np.array(self._step_counter), **states}
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
-        """Go on from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
+        """Continue from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
 
         Raises:
             CheckpointError: states are missing, unknown or of another shape or dtype, or the number of steps is no

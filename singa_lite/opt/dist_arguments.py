@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what a DistOpt is made with, before it meets other ranks; its options are step_options.py's."""
+"""Checks of the arguments of a DistOpt before anything is sent; options of schemes are read in step_options.py."""
 
 from __future__ import annotations
 

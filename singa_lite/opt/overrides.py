@@ -14,7 +14,7 @@ from ..graph.recorder import break_graph, host
 from ..tensor import Tensor
 from ..tensor.pytree import leaves, rebuild
 
-# what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
+# methods that a script may override: those that every replay runs as host nodes, and those that none can run
 ON_HOST = ("update_all", "apply", "update", "update_pairs", "update_velocity", "step")
 UNRECORDABLE = (
     "__call__",

@@ -21,7 +21,7 @@ from ..tensor.pytree import leaves, mapped, rebuild
 
 
 class Arguments:
-    """Copies of what a caller gives; what it gives twice is one object in them, too.
+    """Copies of a caller's arguments; an object that is given twice is one object in the copies, too.
 
     Args:
         given: a pytree.

@@ -218,7 +218,7 @@ class Attributes:
         recorder: Recorder,
         inputs: list[Tensor],
     ) -> bool:
-        """Pin what the step made for attributes, and keep that apart from what the caller gets.
+        """Pin the Tensors that the step made for attributes, and note as Changes how replays set these.
 
         Returns whether it has made views of other Tensors, which no replay does.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of container holds, and how one is told from a changed one.
+"""What each kind of container holds, and values by which a changed one is found.
 
 What lives here: limits and functions for Note [variables] in variables.py. What does not: which containers a step
 reads (variables.py).
@@ -101,7 +101,7 @@ def bound_to(function: Any) -> object:
 
 
 def describe_large(value: Any) -> Hashable:
-    """Return what tells a large list, dict or deque from a changed one, by what it holds and not what that holds."""
+    """Return a value that differs once a large list, dict or deque holds other objects, whatever these hold."""
     items = value.values() if isinstance(value, (dict, MappingProxyType)) else value
     return Same(value), SameItems(items) if len(value) <= MAX_IDENTITIES else len(value)
 

@@ -294,7 +294,7 @@ class Records:
         self._kinds = OrderedDict(
             (key, kind)
             for key, kind in self._kinds.items()
-            # of the last one the record tells about the saving
+            # the last: of the step that runs, whose record reports the save
             if kind.records or kind.is_settled or kind is self._recorded
         )
         self._misses = 0

@@ -384,7 +384,7 @@ class Variables:
     # ---- what they hold ------------------------------------------------------------------------------
 
     def _content(self, value: object) -> Hashable:
-        """Return what tells a changed container or Tensor from an unchanged one; None for what has no content."""
+        """Return a value that differs once a container or Tensor has changed; None for an object without content."""
         if isinstance(value, Tensor):
             return Same(value.array), value.requires_grad, value.stores_grad, value.creator is None
         can_change = isinstance(value, containers()) and not (
@@ -401,7 +401,7 @@ class Variables:
         )
 
     def _describe_own(self, tensor: Tensor, seen: set[int]) -> Hashable:
-        """Return what a Tensor holds under names that functions use, but for what every Tensor has."""
+        """Return the attributes of a Tensor that functions name, but for those that every Tensor has."""
         return tuple(
             (name, self._describe(vars(tensor)[name], seen)) for name in sorted(self._names_of_tensor(tensor))
         )

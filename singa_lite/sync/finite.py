@@ -163,7 +163,7 @@ class FiniteCheck:
                 raise CheckpointError(f"DistOpt: {name!r}, {values}, is not what check_finite keeps")
 
     def load_state_dict(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Go on from ``state_dict``; without states, as at first."""
+        """Continue from ``state_dict``; without states, as at first."""
         values = states.get(SCALE, np.array([0.0, LARGEST_SCALE, 0.0]))
         self.num_skipped, self.loss_scale, self._num_good = int(values[0]), float(values[1]), int(values[2])
         self._num_in_a_row = 0

@@ -47,7 +47,7 @@ def group_all(items: list[Item], sizes: list[int], limit: int) -> list[list[Item
 
 
 def layout(shapes: Iterable[tuple[int, ...]], alignment: int = 1) -> tuple[list[slice], int]:
-    """Return where arrays lie in a flat one, each from a multiple of ``alignment`` elements on, and where that ends."""
+    """Return the slice of each array in a flat one, from a multiple of ``alignment`` elements on, and the flat size."""
     spans, end = [], 0
     for size in map(prod, shapes):
         spans.append(slice(end, end + size))

@@ -120,7 +120,7 @@ class SparseMessage:
         run("finite_or_zero", rest, out=self.lost)
 
     def _keep_rest(self, mine: Array) -> None:
-        """Write what is not sent of ``flat`` into the residual, where finite; ``mine`` are the indices of what is."""
+        """Write the unsent elements of ``flat`` into the residual, where finite; ``mine``: indices of those sent."""
         if self.residual is None:
             return
         self.backend.run("finite_or_zero", self.flat, out=self.residual)

@@ -28,7 +28,7 @@ class Group(Protocol):
 class Slot:
     """One of the arrays that are kept for each parameter; a scheme may override both methods.
 
-    The arrays have the dtype of their parameters. Those of a parameter's own shape lie as the gradients do in ``flat``.
+    The arrays have the dtype of their parameters. Those of a parameter's shape are laid out as gradients in ``flat``.
     """
 
     def shape(self, param: Tensor) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class StepSeconds:
         decompress: making gradients from messages.
         update: the optimizer's, clipping included.
         wire: at least one collective was moving data: all ranks had called it, and it had not ended. None where the
-            transport does not tell, or the step does not ``wait()`` for all of its collectives.
+            transport does not report times, or the step does not ``wait()`` for all of its collectives.
         hidden: of ``wire``, while the host did something else than wait; None if that is.
     """
 
