@@ -195,7 +195,7 @@ class ResumableSampler:
             CheckpointError: the sampler was moved since ``start_following``, or another loop over it has begun.
         """
         if self._consumer is not consumer:
-            raise self._was_moved()
+            raise self._moved_error()
         consumer.state = state
 
     def rewind(self, consumer: Consumer) -> None:
@@ -218,7 +218,7 @@ class ResumableSampler:
         if self._loop is not None:
             self._loop.is_open = False
 
-    def _was_moved(self) -> CheckpointError:
+    def _moved_error(self) -> CheckpointError:
         return CheckpointError(
             f"{type(self).__name__}: it was moved by load_state_dict, load_job, set_epoch or another loop within its "
             "loop; leave the loop, and begin another"
@@ -236,7 +236,7 @@ class ResumableSampler:
             raise CheckpointError(f"{type(self).__name__}: {state!r} is not what state_dict gives")
         return {name: state.get(name) for name in self._plan()}
 
-    def _has_another_plan(self, plan: dict[str, int | None]) -> CheckpointError:
+    def _plan_error(self, plan: dict[str, int | None]) -> CheckpointError:
         return CheckpointError(
             f"{type(self).__name__}: the checkpoint's plan is {plan}, this one's is {self._plan()}"
         )
@@ -259,7 +259,7 @@ class ResumableSampler:
                 )
                 yield number
                 if self._cursor is not cursor:
-                    raise self._was_moved()
+                    raise self._moved_error()
                 if self._loop is not loop and not is_last:
                     raise DataError(
                         f"{type(self).__name__}: another loop over it has begun, so samples would be left out of this "
@@ -377,7 +377,7 @@ class ShardedSampler(ResumableSampler):
         mine = self._plan() | ({name: plan[name] for name in may_differ} if resized else {})
         where = [state.get("epoch"), state.get("start", 0), state.get("position")]
         if plan != mine or None in (*plan.values(), *where):
-            raise self._has_another_plan(plan)
+            raise self._plan_error(plan)
         epoch, start, position = (int(value or 0) for value in where)
         if resized and self.microbatches:
             step, part = divmod(position * state["world_size"], self.microbatches)

@@ -105,7 +105,7 @@ class SplitSampler(ResumableSampler):
         """
         plan = self._plan_in(state)
         if None in (state.get("epoch"), state.get("position")) or plan != self._plan():
-            raise self._has_another_plan(plan)
+            raise self._plan_error(plan)
         epoch, position = state["epoch"], state["position"]
         # the last sample of a larger part comes when this one has begun its next epoch
         self._move(Cursor(epoch, 0, position) if position < len(self) else Cursor(epoch + 1))

@@ -106,7 +106,7 @@ class Request(Work):
                 return True
             if time.monotonic() - self._started < self._store.timeout_s:
                 return False
-            self._fail(self._store.late(self))
+            self._fail(self._store.late_error(self))
         return True
 
 
@@ -389,10 +389,10 @@ class DistStore(KVStore):
         with self._naming(request):
             send.wait(timeout_s)
 
-    def _is_gone(self, request: Request, server: int) -> CommError:
+    def _gone_error(self, request: Request, server: int) -> CommError:
         return CommError(f"{self.type}: {self._messenger.name}: {request.name}: {self._gone[server]}")
 
-    def late(self, request: Request) -> CommError:
+    def late_error(self, request: Request) -> CommError:
         """Return the error of a request that has no answer within the time-out."""
         return CommError(
             f"{self.type}: {request.name}: {self._messenger.name}: not answered within {self.timeout_s:g} s"
@@ -403,7 +403,7 @@ class DistStore(KVStore):
         """Take the next answer, of whichever request it is; raise if ``request`` cannot have one any more."""
         for server in request.waits_for:
             if server in self._gone:
-                raise self._is_gone(request, server)
+                raise self._gone_error(request, server)
         limit_s = self._messenger.timeout_s if timeout_s is None else timeout_s
         with self._naming(request):
             try:
@@ -444,7 +444,7 @@ class DistStore(KVStore):
             if self._is_closed and server not in request.waits_for:
                 return  # it has answered close() and ended, since all workers have closed
             self._gone[server] = message.reason
-            raise self._is_gone(request, server)
+            raise self._gone_error(request, server)
         number = message.header[1]
         answered = self._requests[number]
         with self._naming(answered):
