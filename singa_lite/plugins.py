@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes found by listing a folder, so that a new transport or scheme is one file that nothing names."""
+"""Classes that nothing names: those in a folder, so that a new transport or scheme is one file, and subclasses."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def classes_in(package: str, contract: type[Contract]) -> Iterator[type[Contract
             # in Python 3.10 tuple[int, ...] is a class too
             if inspect.isclass(value) and not isinstance(value, GenericAlias) and issubclass(value, contract):
                 yield value
+
+
+def subclasses(base: type[Contract]) -> list[type[Contract]]:
+    """Return all classes below ``base``, those of the program too, each before what is below it."""
+    return [kind for child in base.__subclasses__() for kind in (child, *subclasses(child))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from threading import TIMEOUT_MAX
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..comm.job import launched_job
 from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import process_communicator, process_messenger
 from ..errors import CommError, OptionError, check_choice, check_int, check_number
+from ..plugins import subclasses
 from .base import KVStoreBase
 from .dist import BIG_ARRAY, DistStore
 from .replica import LOCAL_NAMES, ReplicaStore
@@ -61,7 +61,7 @@ def create(
         CommError: not all workers and servers have joined in time, the workers' arguments differ, or this process has
             closed its dist store.
     """
-    own = {each: kind for kind in _subclasses(BASE) for each in vars(kind).get("names", ())}
+    own = {each: kind for kind in subclasses(BASE) for each in vars(kind).get("names", ())}
     check_choice("kvstore.create", "name", name, (*LOCAL_NAMES, *SYNC_NAMES, *ASYNC_NAMES, *own))
     big_array = check_int("kvstore.create", "big_array", big_array, 1)
     if staleness is not None:
@@ -151,9 +151,3 @@ def _connect(arguments: dict[str, Any], num_servers: int, timeout_s: float | Non
     )
     exit_hooks().before_leaving(store.leave)
     return store
-
-
-def _subclasses(kind: type[KVStoreBase]) -> Iterable[type[KVStoreBase]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import OptionError
+from ..plugins import subclasses
 from .schedule import Constant, DecayScheduler
 
 Made = TypeVar("Made")
@@ -56,7 +57,7 @@ def make(base: type[Made], name: object, arguments: Mapping[str, Any]) -> Made:
 
 
 def _find(base: type[Made], name: object) -> type[Made]:
-    kinds = _subclasses(base)
+    kinds = [kind for kind in subclasses(base) if not inspect.isabstract(kind)]
     called = [kind for kind in kinds if isinstance(name, str) and kind.__name__ == name]
     found = {(kind.__module__, kind.__qualname__): kind for kind in called}
     if len(found) > 1:
@@ -69,12 +70,6 @@ def _find(base: type[Made], name: object) -> type[Made]:
         f"create: no {base.__name__} is called {name!r}; known are {known}; define a class of your own before this "
         "call, at the top of the script that every process runs"
     )
-
-
-def _subclasses(base: type[Made]) -> list[type[Made]]:
-    """Return all classes below ``base`` that can be made."""
-    below = [kind for child in base.__subclasses__() for kind in (child, *_subclasses(child))]
-    return [kind for kind in below if not inspect.isabstract(kind)]
 
 
 def argument_names(kind: type) -> list[str]:
