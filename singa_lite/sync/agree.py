@@ -89,7 +89,8 @@ def compare_progress(
     compare(communicator, what, {"the number of steps made": steps, **optimizer}, cure)
     if values is None:
         return
-    states, mine = "their parameters and optimizer states", _digests(values)
+    states = "their parameters and optimizer states"
+    mine = {name: _digest(values[name].tobytes()) for name in sorted(values)}
     joined = bytes.fromhex(_digest("".join(mine.values()).encode()))
     everyone = communicator.all_gather(np.frombuffer(joined, np.int64).copy(), name=states).wait()
     assert everyone is not None
@@ -112,12 +113,8 @@ def digest_of(tensor: Tensor) -> str:
     return _digest(to_numpy(tensor).tobytes())
 
 
-def _digests(values: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Return a hash of 8 bytes of each array, in the order of their names."""
-    return {name: _digest(values[name].tobytes()) for name in sorted(values)}
-
-
 def _digest(content: bytes) -> str:
+    """Return a hash of 8 bytes."""
     import hashlib  # Note [imports]
 
     return hashlib.blake2b(content, digest_size=8).hexdigest()
