@@ -284,7 +284,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         kind = read_dist_option(self.dist_option if dist_option is None else dist_option).scheme
         scheme = self._scheme(kind, threshold)
         self._schemes.check_velocity(scheme)
-        self._compare_if_loaded(scheme)
+        self._ranks.compare_if_loaded(self, scheme)
         self._ranks.compare_options(self, kind.names[0], scheme, self._step_options, given)
         self._sums.guard()
         if not self._sums.is_last:
@@ -498,9 +498,9 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         break_graph("it reads loss_scale, which a replay would not do")
         return 1.0 if self._finite is None else self._finite.loss_scale
 
-    def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
+    def _compare_if_loaded(self) -> None:
         _check_opt(self)
-        self._ranks.compare_if_loaded(self, scheme)
+        self._ranks.compare_if_loaded(self, None)
 
     def _take_names(self, params: Mapping[str, Tensor]) -> None:
         self._ranks.called({str(name): param for name, param in params.items()})
