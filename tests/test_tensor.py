@@ -520,3 +520,10 @@ def test_print_shows_values_dtype_shape_and_device(capsys: pytest.CaptureFixture
     large = str(Tensor((1000, 1000)))
     assert len(large) < 700 and "..." in large and "shape=(1000, 1000)" in large
     assert repr(Tensor((2, 3), name="w")) == f"<Tensor 'w' float32[2, 3] on {where}>"  # errors need no values
+
+
+@pytest.mark.parametrize("ops", ["ij,ik->jk", "ij,ij->j", "ij,ik->j"])
+def test_einsum_of_long_sums_is_as_exact_as_a_product(ops: str) -> None:
+    x = np.random.default_rng(0).random((300_000, 3)).astype(np.float32)
+    found = tensor.to_numpy(tensor.einsum(ops, tensor.from_numpy(x), tensor.from_numpy(x)))
+    np.testing.assert_allclose(found, np.einsum(ops, x.astype(float), x.astype(float)), rtol=1e-7)

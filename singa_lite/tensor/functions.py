@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Device, get_default_device
-from ..dtypes import is_narrow
+from ..dtypes import is_float
 from ..errors import DTypeError, ShapeError, check_number
 from ..graph.rounded import expose
 from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
@@ -447,7 +447,7 @@ def einsum(ops: str, *args: Tensor) -> Tensor:
     for other in args:
         check_pair("einsum", args[0], other)
     dtype = args[0].dtype
-    wide = float32 if is_narrow(dtype) else dtype
+    wide = np.float64 if is_float(dtype) else dtype
     try:
         values = np.einsum(ops, *(to_numpy(t).astype(wide) for t in args))
     except (ValueError, TypeError) as error:

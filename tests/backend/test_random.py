@@ -82,6 +82,17 @@ def test_dropout_keeps_its_share_and_the_expected_value(dtype: str, backend: Bac
     assert not y[~mask].any()
 
 
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.35, 0.99999])
+def test_dropout_of_float16_rounds_once(ratio: float, backend: Backend) -> None:
+    x = np.random.default_rng(0).standard_normal(40_000).astype(np.float16)
+    out = backend.empty(x.shape, "float16"), backend.empty(x.shape, bool)
+    backend.run("dropout", backend.asarray(x), out=out, ratio=ratio, seed=0, counter=1)
+    y, mask = map(backend.to_numpy, out)
+    with np.errstate(over="ignore"):
+        wanted = (x * np.float32(1 / (1 - ratio))).astype(np.float16)
+    np.testing.assert_array_equal(y, np.where(mask, wanted, np.float16(0)))
+
+
 def places(
     backend: Backend, k: int, n: int, dtype: str = "int32", seed: int = 3, counter: int = 1
 ) -> np.ndarray:

@@ -53,7 +53,8 @@ class ElementwiseKernels:
             inside &= x >= min
         if max is not None:
             inside &= x <= max
-        store(out, upcast(dy) * inside)
+        dy = upcast(dy)
+        store(out, np.where(inside, dy, dy.dtype.type(0)))
 
 
 def _kernel_of(formula: Formula) -> Callable[..., None]:

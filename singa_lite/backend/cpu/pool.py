@@ -95,9 +95,10 @@ class PoolKernels:
     ) -> None:
         size = dy.shape[2:]
         frame = gradient_frame(out, kernel_size, stride, padding, size)
+        grads = upcast(dy)
         overlaps = kernel_size[0] > stride[0] or kernel_size[1] > stride[1]
         for number, ys, xs in offsets(kernel_size, stride, size):
-            mine = upcast(dy) * (indices == number)
+            mine = np.where(indices == number, grads, grads.dtype.type(0))
             if overlaps:
                 frame[:, :, ys, xs] += mine
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...dtypes import accumulation_dtype, bfloat16, largest_below
+from ...dtypes import accumulation_dtype, is_narrow, largest_below
 from ..base import Array
 from ._accumulation import store, upcast
 
@@ -59,7 +59,7 @@ def permuted(indices: Array, n: int, seed: int, counter: int) -> Array:
 
 def _keep(x: Array, mask: Array, ratio: float, out: Array) -> None:
     """Write x / (1 - ratio) where ``mask`` is, else 0."""
-    if out.dtype == bfloat16:
+    if is_narrow(out.dtype):
         store(out, upcast(x) * mask * np.float32(1 / (1 - ratio)))
         return
     np.multiply(x, mask, out=out)

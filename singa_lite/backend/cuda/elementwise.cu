@@ -23,6 +23,6 @@ KERNEL clip_backward(const T* dy, const T* from, T* dx, Int n, double min, doubl
   const A low = widen(narrow<T>(min)), high = widen(narrow<T>(max));
   EACH(i, n) {
     const A x = widen(from[i]);
-    dx[i] = narrow<T>(widen(dy[i]) * A((!has_min || x >= low) && (!has_max || x <= high)));
+    dx[i] = (!has_min || x >= low) && (!has_max || x <= high) ? dy[i] : narrow<T>(A(0));
   }
 }
