@@ -140,6 +140,19 @@ def check_agreed(where: str, everyone: list[Json]) -> None:
                 )
 
 
+def check_equal_parameters(where: str, model: Model, everyone: list[dict[str, str]]) -> None:
+    """Raise CheckpointError where one of the parameters that a dist_option keeps equal differs, by its hashes."""
+    if not getattr(model.optimizer, "keeps_equal", True):
+        return
+    for name in model.get_params():
+        for rank, theirs in enumerate(everyone):
+            if theirs[MODEL + name] != everyone[0][MODEL + name]:
+                raise CheckpointError(
+                    f"{where}: the parameter {name} is another on rank {rank} than on rank 0, and such a checkpoint "
+                    "cannot be loaded; change parameters on all ranks alike, or copy rank 0's by DistOpt.broadcast"
+                )
+
+
 def states_of_trainer(trainer: Trainer) -> Arrays:
     """Return the states of a trainer as those of an optimizer; a collective."""
     return {OPTIMIZER + name: array for name, array in trainer.get_states().items()}

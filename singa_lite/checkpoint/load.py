@@ -29,6 +29,7 @@ from .job import (
     arrays_of,
     check_agreed,
     check_arguments,
+    check_equal_parameters,
     folder_key,
     parts_of,
     state_of,
@@ -230,11 +231,7 @@ def _go_on(
         trainer.set_states(states)
         has = states_of_trainer(trainer)
     everyone = together(communicator, "load_job", lambda: _compare(arrays, has | arrays_of(model), where))
-    parameters = [f"{MODEL}{name}" for name in model.get_params()]
-    if getattr(model.optimizer, "keeps_equal", True) and any(
-        theirs[name] != everyone[0][name] for theirs in everyone for name in parameters
-    ):
-        raise CheckpointError(f"{where}: the ranks have loaded different parameters")
+    check_equal_parameters(where, model, everyone)
     extra = {**(manifest.extras[saver] or {}), **_part(arrays, EXTRA)}
     return Job(manifest.step, manifest.world_size, extra, generation.path)
 

@@ -25,6 +25,7 @@ from .job import (
     arrays_of,
     check_agreed,
     check_arguments,
+    check_equal_parameters,
     folder_key,
     parts_of,
     state_of,
@@ -66,8 +67,9 @@ def save_job(
         The Saving; its ``wait()``, which ``block`` has called, gives the generation's folder.
 
     Raises:
-        CheckpointError: on all ranks if one cannot write, if the steps or positions of their ShardedSamplers differ,
-            or if ``folder`` has a job that this model neither saved nor loaded; generations before are as they were.
+        CheckpointError: on all ranks if one cannot write, if the steps or positions of their ShardedSamplers differ, or
+            parameters that the dist_option keeps equal, or if ``folder`` has a job that this model neither saved nor
+            loaded; generations before are as they were.
         OptionError: a bad argument. CommError: a peer has gone.
     """
     keep = check_int("save_job", "keep", keep, 1)
@@ -104,6 +106,8 @@ def save_job(
                 f"save_job: after {everyone[0]['step']} steps rank 0 has made {everyone[0]['calls']} calls of the next "
                 f"one, but rank {rank} {theirs['calls']}; call it after the same call on all ranks"
             )
+    if trainer is None:
+        check_equal_parameters("save_job", model, [theirs["digests"] for theirs in everyone])
     check_samplers([theirs["sampler"] for theirs in everyone])
     path, number = everyone[0]["new"]
     own, shared = placed([theirs["digests"] for theirs in everyone], arrays)

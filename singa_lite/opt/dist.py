@@ -529,7 +529,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _end_step(self) -> None:
         """End a step that was made by hand."""
-        self._ranks.steps_by_hand = None
+        self._ranks.step_by_hand_ended()
         self._stop.end_step(self.opt._step_counter)
 
     def update_velocity(self, pairs: Pairs) -> None:

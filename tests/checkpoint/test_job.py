@@ -622,6 +622,32 @@ def test_a_file_with_the_name_of_a_generation_stays_and_disturbs_no_save(tmp_pat
     assert (tmp_path / "step-00000001").read_text() == "mine"
 
 
+def set_on_one_rank(communicator: Communicator, folder: str, option: str) -> str:
+    """The error of a save after a rank has changed a parameter by itself."""
+    net = compiled(communicator, option, False)
+    train(net, range(2))
+    checkpoint.save_job(folder, net)
+    if communicator.rank == 1:
+        next(iter(net.get_params().values())).set_value(0.5)
+    try:
+        checkpoint.save_job(folder, net)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("option", ["fp32", "sparseTopK:0.05", "localSGD:8"])
+def test_parameters_that_differ_although_the_dist_option_keeps_them_equal_are_not_saved(
+    tmp_path: Path, option: str
+) -> None:
+    errors = run_ranks(set_on_one_rank, 3, str(tmp_path), option)
+    if option == "localSGD:8":
+        assert errors == [""] * 3
+        return
+    assert len(set(errors)) == 1 and "is another on rank 1 than on rank 0" in errors[0]
+    assert [each.path.name for each in generation.find_generations(tmp_path)[0]] == ["step-00000002"]
+
+
 def other_sampler(communicator: Communicator, folder: str) -> tuple[str, bool]:
     """The error where one rank's sampler is of another data set, and whether nothing has changed."""
     rank, size = communicator.rank, communicator.size

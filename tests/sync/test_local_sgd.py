@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,25 @@ def turns(communicator: Any) -> dict[str, int]:
 def test_partial_update_goes_round_the_chunks_of_each_branch() -> None:
     for equal in run_ranks(turns, 2):
         assert all(8 <= number < 24 for number in equal.values()), equal
+
+
+def set_again(communicator: Any, option: str, use_graph: bool) -> bool:
+    """Whether a copy of the model taken between two averages, as its optimizer cannot be copied, changes nothing."""
+    found = []
+    for copies in (False, True):
+        net = made(communicator, use_graph, option, momentum=0.9)
+        steps(net, communicator.rank, 0, 6)
+        if copies:
+            sgd, net.optimizer = net.optimizer, None
+            copied = copy.deepcopy(net)
+            net.set_optimizer(sgd)
+            assert bits(values(copied)) == bits(values(net))
+        steps(net, communicator.rank, 6, 10)
+        found.append(bits(values(net)))
+    return found[0] == found[1]
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("option", ["localSGD:8", "partialUpdate", "fp32"])
+def test_an_optimizer_that_is_set_again_keeps_what_each_rank_has_learnt(option: str, use_graph: bool) -> None:
+    assert run_ranks(set_again, 3, option, use_graph) == [True] * 3
