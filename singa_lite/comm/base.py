@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import get_ident
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -186,6 +186,13 @@ class Communicator(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise OptionError, for copies too: Python's copy calls this."""
+        raise OptionError(
+            f"{self!r}: a communicator cannot be copied or pickled, as it sends for this process; use it itself here, "
+            "and have another process make its own (process_communicator)"
+        )
 
     # ---- collectives -------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ reports its own. The disagreements at the end break a communicator, so each has 
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import pickle
 import time
 import traceback
 import zlib
@@ -515,6 +517,13 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
             work.wait(limit)  # type: ignore[arg-type]
     work.wait()
     assert array.tolist() == [c.size] * 4
+
+
+@fact
+def a_copy_or_a_pickle_of_it_is_an_option_error(c: Communicator) -> None:
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(OptionError, match="a communicator cannot be copied or pickled"):
+            call(c)
 
 
 @fact
