@@ -456,8 +456,8 @@ def _run_rank(folder: Path, rank: int, function: Callable[..., Any], args: Seque
         _write_result(folder, rank, None, value)
     except BaseException as error:
         _write_result(folder, rank, error, traceback.format_exc())
-        if communicator is not None and hasattr(communicator, "abort"):
-            communicator.abort(f"{type(error).__name__}: {error}")  # as at the end of a script
+        if communicator is not None and hasattr(communicator, "abort_with_groups"):
+            communicator.abort_with_groups(f"{type(error).__name__}: {error}")  # as at the end of a script
         return 1
     finally:
         if communicator is not None:

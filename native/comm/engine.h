@@ -75,7 +75,10 @@ class Engine {
   ~Engine() { close(); }
 
   // Have errors call rank r ``names[r]``: a group's ranks have the numbers of the world it was made in.
-  void name_ranks(std::vector<int> names) { names_ = std::move(names); }
+  void name_ranks(std::vector<int> names) {
+    names_ = std::move(names);
+    segment_->name_ranks([this](int rank) { return "rank " + name_of_rank(rank); });
+  }
   // Keep a flight record from now on, of a communicator that is called `title`.
   void record(const std::string& title);
   // Whether no rank of this communicator has claimed before to report a failure.

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace singa_lite {
@@ -92,6 +93,8 @@ class Segment {
   // Header::flight_at of a segment's memory, 0 if it is not of this version.
   static std::size_t flight_at(const char* memory, std::size_t bytes);
   int size() const { return size_; }
+  // Have errors call the ranks by `name_of` from now on, in place of the payload's.
+  void name_ranks(NameOf name_of) { contents_.name_of = std::move(name_of); }
 
   // Whether the process of a peer still holds its lock: false from the instant it dies, collected or not.
   bool is_alive(int peer) const;
@@ -117,7 +120,7 @@ class Segment {
 
   std::string name_;
   const int rank_, size_;
-  const Payload contents_;
+  Payload contents_;
   int fd_ = -1;
   bool is_created_ = false;
   bool may_unlink_ = false;  // the file is a segment of ours, should its maker be dead

@@ -164,6 +164,7 @@ class Communicator(ABC):
         self.carries_requests = True
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
+        self._groups: tuple[weakref.ref[Communicator], ...] = ()  # made by new_group
         self._is_closed = self._has_failed = False
         self._thread = get_ident()  # which has started the last collective
 
@@ -315,7 +316,11 @@ class Communicator(ABC):
                     f"new_group {name!r}: ranks disagree about the members: {everyone[0]} on rank 0, {given} on rank "
                     f"{rank}"
                 )
-        return self._new_group(members, name)
+        group = self._new_group(members, name)
+        if group is not None:
+            living = (known for known in self._groups if known() is not None)
+            self._groups = (*living, weakref.ref(group))
+        return group
 
     def split_by_host(self, *, name: str = "hosts") -> tuple[Communicator, Communicator | None]:
         """Make a communicator of this host's ranks and one of a leader a host; all ranks must call it.
@@ -367,6 +372,13 @@ class Communicator(ABC):
     def abort(self, reason: str) -> None:
         """Leave because of an error: close() that reports ``reason`` to the peers. Never blocks."""
         self.close()
+
+    def abort_with_groups(self, reason: str) -> None:
+        """Abort this one and its groups, and theirs: where a process ends, peers in any of them wait for it."""
+        self.abort(reason)
+        for reference in self._groups:
+            if (group := reference()) is not None:
+                group.abort_with_groups(reason)
 
     def share_stop_requests(self, requests: StopRequests) -> None:
         """Carry ``requests`` from now on: a group's ranks are to know of those of the world."""

@@ -196,7 +196,7 @@ class ExitHooks:
         for messenger in self.messengers:
             messenger.abort(reason)
         for communicator in self.communicators:
-            communicator.abort(reason)
+            communicator.abort_with_groups(reason)
 
 
 def exit_hooks() -> ExitHooks:

@@ -597,20 +597,33 @@ AT_EXIT = {
 }
 
 
-def run_two(way: str, script: Path) -> subprocess.CompletedProcess[str]:
+def run_with(way: str, script: Path, size: int = 2) -> subprocess.CompletedProcess[str]:
     if way == "mpiexec" and (reason := mpi_missing()):
         pytest.skip(reason)
-    start = [sys.executable, "-m", "singa_lite", "run", "-n", "2"]
-    start = start if way == "singa-lite" else [str(_mpiexec()), "-n", "2", sys.executable]
+    start = [sys.executable, "-m", "singa_lite", "run", "-n", str(size)]
+    start = start if way == "singa-lite" else [str(_mpiexec()), "-n", str(size), sys.executable]
     return run_command([*start, str(script)])
 
 
 @WAYS
 @pytest.mark.parametrize("registered", AT_EXIT)
 def test_an_error_in_a_function_of_atexit_fails_the_job(tmp_path, way, registered):
-    result = run_two(way, write_script(tmp_path, AT_EXIT[registered]))
+    result = run_with(way, write_script(tmp_path, AT_EXIT[registered]))
     assert result.returncode != 0 and "IndexError: pop from empty list" in result.stderr, result
     assert "still done" in result.stdout
+    assert_nothing_left(tmp_path)
+
+
+@WAYS
+@pytest.mark.parametrize("group", ["pair", "reverse"])
+def test_members_of_a_group_get_the_error_of_one_by_its_number_in_the_world(tmp_path, way, group):
+    text = STEP + "pair = communicator.new_group([1, 2])\nreverse = pair and pair.new_group([1, 0])\n"
+    text += "if rank == 2:\n    raise ValueError('the cause')\n"
+    text += f"({group} or communicator).barrier()\n"
+    result = run_with(way, write_script(tmp_path, text), 3)
+    assert result.returncode == 1
+    expected = r"CommError: rank 1: all_reduce #\d+ 'barrier': rank 2 aborted: ValueError: the cause"
+    assert re.search(expected, result.stderr), result.stderr
     assert_nothing_left(tmp_path)
 
 
@@ -619,7 +632,7 @@ def test_a_thread_that_fails_before_its_process_joins_fails_the_job(tmp_path, wa
     thread = (
         "thread = threading.Thread(target=lambda: [].pop(), name='loader')\nthread.start()\nthread.join()\n"
     )
-    result = run_two(way, write_script(tmp_path, "import threading, singa_lite\n" + thread + JOINS))
+    result = run_with(way, write_script(tmp_path, "import threading, singa_lite\n" + thread + JOINS))
     assert result.returncode != 0, result
     assert "CommError: connect: thread 'loader': IndexError: pop from empty list; this" in result.stderr
     assert_nothing_left(tmp_path)
@@ -630,7 +643,7 @@ def test_a_daemon_thread_that_fails_before_its_process_joins_fails_nothing(tmp_p
     thread = (
         "thread = threading.Thread(target=lambda: [].pop(), daemon=True)\nthread.start()\nthread.join()\n"
     )
-    result = run_two(way, write_script(tmp_path, "import threading, singa_lite\n" + thread + JOINS))
+    result = run_with(way, write_script(tmp_path, "import threading, singa_lite\n" + thread + JOINS))
     assert result.returncode == 0 and "IndexError" in result.stderr, result
 
 
