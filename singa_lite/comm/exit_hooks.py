@@ -19,6 +19,7 @@ from typing import Any
 
 from .. import _native
 from ..config import state
+from ..errors import CommError
 from .dispatch import DispatchCommunicator
 from .error_stream import tell, text_of
 from .failed_threads import check_no_failed_thread, fails_job, reason_of
@@ -27,6 +28,7 @@ from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
 from .p2p import Messenger
 from .parent import parent_process
+from .progress import progress_of_process
 
 
 class ExitHooks:
@@ -181,18 +183,20 @@ class ExitHooks:
         self._thread_excepthook(arguments)
         if fails_job(arguments) and not self.is_of_parent:
             self.note_failure()
-            self._fail(reason_of(arguments))
+            self._fail(reason_of(arguments), is_ending=False)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, is_ending: bool = True) -> None:
         if self.is_of_parent:
             return
-        self._abort(reason)
+        self._abort(reason, is_ending)
         _flush()
         if self.mpi_job is not None:
             self.mpi_job.abort_after_final_output()
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, reason: str, is_ending: bool = True) -> None:
         self._has_aborted = True
+        if is_ending and self.mpi_job is None:  # several hosts: rank_wrapper.py does
+            _note_end_by_failure()
         for messenger in self.messengers:
             messenger.abort(reason)
         for communicator in self.communicators:
@@ -238,6 +242,14 @@ def report_from_run() -> None:
 
     if sys.version_info >= (3, 13) and run.__module__ != __name__:  # once in a process
         BaseProcess.run = reporting  # type: ignore[method-assign]
+
+
+def _note_end_by_failure() -> None:
+    """Note for `singa-lite run` that this process fails, as something may keep it alive."""
+    with contextlib.suppress(CommError):  # the script has changed the launcher's variables
+        progress = progress_of_process()
+        if progress is not None:
+            progress.note_failure()
 
 
 def _is_failure(error: BaseException | None) -> bool:

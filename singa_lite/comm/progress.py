@@ -6,8 +6,9 @@ What lives here: the file, on both sides. What does not: what the launcher makes
 
 A record is four 64-bit integers: 1 + the step that the rank has reached, 0 before its first; 1 if it takes signals as
 requests to stop; and what rank_wrapper.py writes when it fails: its exit code, negative for a signal, and how far that
-failure is from the cause (``RankOutput.distance_to_cause``). On one host the file is in shared memory; for several
-hosts it is in the folder of checkpoints, which all hosts share.
+failure is from the cause (``RankOutput.distance_to_cause``). On one host the rank itself writes the exit code 1 when an
+exception is about to end it, for a child, a thread or a function of atexit may keep it alive. There the file is in
+shared memory; for several hosts it is in the folder of checkpoints, which all hosts share.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class ProgressFile:
         """Return the ranks that take signals as requests to stop."""
         return [rank for rank, record in enumerate(self._records()) if record[1]]
 
+    def failed(self) -> list[int]:
+        """Return the ranks whose failure is noted."""
+        return [rank for rank, record in enumerate(self._records()) if record[2]]
+
     def first_failure(self) -> int | None:
         """Return which rank's failure is nearest to the cause; None if none is known."""
         failures = [(record[3], rank) for rank, record in enumerate(self._records()) if record[2]]
@@ -107,6 +112,10 @@ class Progress:
     def note_takes_requests(self) -> None:
         """Write that this rank takes signals as requests to stop."""
         self._write(1, self._offset + NUMBER.size)
+
+    def note_failure(self) -> None:
+        """Write that an exception is about to end this rank."""
+        self._write(1, self._offset + 2 * NUMBER.size)
 
     def _write(self, number: int, offset: int) -> None:
         with contextlib.suppress(OSError):

@@ -29,7 +29,11 @@ from .process_names import ProcessName
 from .reaper import REQUESTS, STOP_SIGNALS, signal_group
 
 POLL_S = 0.05  # how soon a rank's end is noticed
+LOOK_S = 0.25  # how soon a noted failure is noticed; each look reads a file
 FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
+ALIVE_S = (
+    4.0  # from a noted failure to the first rank's end, which children, threads and atexit may delay for ever
+)
 TERM_S = 0.8  # from SIGTERM to SIGKILL; with FINAL_OUTPUT_S under the 4 s in which a launcher must end
 DRAIN_S = 0.5  # output that a dead rank's children may still send
 
@@ -100,6 +104,7 @@ class RunningJob:
         self._deadline = float("inf")  # when the next of _endings goes to those that still run
         self._endings: list[int] = []
         self._ending = False
+        self._next_look = 0.0  # into the progress file, for failures
 
     def add(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Supervise ``process`` as ``rank``; ranks come in order."""
@@ -119,10 +124,12 @@ class RunningJob:
                 self._pump(POLL_S)
             self._notice_ends()
             self._notice_signals()
+            self._notice_failures()
             if time.monotonic() >= min(self._exit_deadline, self._stop_deadline) and not self._endings:
                 self._late = sorted(self._running)
                 self._end_after(0)
             if time.monotonic() >= self._deadline and self._endings:
+                self._take_noted_failures()
                 self._signal_running(self._endings.pop(0))
                 self._deadline = time.monotonic() + TERM_S
 
@@ -221,8 +228,26 @@ class RunningJob:
                 self.ended_at = self.ended_at or time.time()
                 self._failures.append((rank, code))
                 self._end_after(FINAL_OUTPUT_S)
-            elif code == 0 and not self._failures:
+            elif code == 0 and self.ended_at is None:
                 self._ended_before.append(rank)
+
+    def _notice_failures(self) -> None:
+        """End the job if a rank has noted a failure and none ends; children, threads or atexit keep them alive."""
+        now = time.monotonic()
+        if self._ending or self._endings or now < self._next_look:
+            return
+        if self.ended_at is not None:  # noted ALIVE_S ago
+            self._end_after(0)
+        elif self.progress.failed():
+            self.ended_at, self._next_look = time.time(), now + ALIVE_S
+        else:
+            self._next_look = now + LOOK_S
+
+    def _take_noted_failures(self) -> None:
+        """Count the ranks that have failed and that this process must end now, as if they had ended with 1."""
+        if not self._ending:
+            known = dict(self._failures)
+            self._failures += [(rank, 1) for rank in self.progress.failed() if rank not in known]
 
     def _notice_signals(self) -> None:
         if len(self.signals) - self.signals.count(signal.SIGUSR1) > 1:  # a second signal: now

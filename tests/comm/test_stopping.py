@@ -545,7 +545,8 @@ def test_the_progress_file_has_each_ranks_newest_step(tmp_path):
     last.note_step(7)
     last.note_step(8)
     last.note_takes_requests()
-    assert file.steps() == [0, None, 8] and file.takers() == [2]
+    first.note_failure()
+    assert file.steps() == [0, None, 8] and file.takers() == [2] and file.failed() == [0]
     file.remove()
     assert file.steps() == [None, None, None] and not (tmp_path / "progress").exists()
 

@@ -319,6 +319,25 @@ def test_peers_get_a_text_that_cannot_be_sent_as_it_is(tmp_path, way):
         )
 
 
+# what keeps a rank alive after its exception
+KEEPS_ALIVE = {
+    "child": "import multiprocessing as mp\nmp.get_context('fork').Process(target=time.sleep, args=[600]).start()\n",
+    "thread": "import threading\nthreading.Thread(target=time.sleep, args=[600]).start()\n",
+    "atexit": "import atexit\natexit.register(time.sleep, 600)\n",
+}
+
+
+@pytest.mark.parametrize("what", KEEPS_ALIVE)
+def test_an_exception_ends_a_job_whose_ranks_something_keeps_alive(tmp_path, what):
+    text = STEP + KEEPS_ALIVE[what] + "if rank == 1:\n    raise ValueError('the cause')\n" + AGAIN
+    command = launch_command(write_script(tmp_path, text), 3, options=["--max-restarts", "1"])
+    result = run_command(command)
+    assert result.returncode == 1
+    assert result.stderr.count("singa-lite run: rank 1 failed first (exit code 1)\n") == 2, result.stderr
+    assert "restart 1 of 1" in result.stderr
+    assert_nothing_left(tmp_path)
+
+
 def test_peers_get_the_class_of_an_error_without_a_text(tmp_path):
     text = (
         STEP

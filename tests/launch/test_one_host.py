@@ -41,7 +41,7 @@ from tests.comm.processes import (
 )
 from tests.limits import LIMIT_S
 
-LIMITS = {"DRAIN_S", "FINAL_OUTPUT_S"}
+LIMITS = {"ALIVE_S", "DRAIN_S", "FINAL_OUTPUT_S"}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 
 HEAD = """
