@@ -25,6 +25,7 @@ SWITCHES = {
     "SINGA_LITE_NUM_SERVERS": "how many processes of a job are servers, the last ones (default 0)",
     "SINGA_LITE_RENDEZVOUS_ID": "name shared by the ranks of one world, set by `singa-lite run`",
     "SINGA_LITE_LAUNCHER_PID": "the `singa-lite run` whose child has these, set by itself",
+    "SINGA_LITE_MPI_RANK": "the process that is a rank of an MPI job, and which, for its children, set by itself",
     "SINGA_LITE_PROGRESS": "file in which ranks write how far they are, set by `singa-lite run`",
     "SINGA_LITE_CHECKPOINT": "folder of a job's checkpoints, set by `singa-lite run --checkpoint`",
     "SINGA_LITE_RESTART": "how often the job was started again, set by `singa-lite run` (0 at first)",

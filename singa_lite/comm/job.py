@@ -7,8 +7,10 @@ threads each gets. What does not: joining the job or its world (rendezvous.py), 
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ LAUNCHERS = {
     "MVAPICH (mpirun)": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     "Slurm (srun)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 }
+# beside these, what differs between jobs; MPICH's differ by the socket behind PMI_FD alone
+JOB_VARIABLES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
 # `singa-lite run` sets all of them
 OWN_VARIABLES = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
 SIZES = (OWN_VARIABLES[-1], *(size for size, _ in LAUNCHERS.values()))
@@ -93,20 +97,58 @@ def launcher_and_job() -> tuple[str, Job]:
                 raise CommError(f"find_world: {name} is not set; start the script with `singa-lite run`")
         rank, size = _rank_and_size(*OWN_VARIABLES[1:])
         if env("SINGA_LITE_LAUNCHER_PID") not in (None, str(os.getppid())):
-            raise CommError(
-                f"find_world: process {os.getpid()} is not rank {rank} of {size} but was started by it; let that "
-                "process communicate, or give this one a world of its own (world_size=1, or a NcclIdHolder)"
-            )
+            raise _not_rank_error(rank, size)
         return "", _job(rank, size, str(values["SINGA_LITE_RENDEZVOUS_ID"]), "shm")
     for launcher, (size_name, rank_name) in LAUNCHERS.items():
         if os.environ.get(size_name):
-            return launcher, _job(*_rank_and_size(rank_name, size_name), "", "mpi")
+            rank, size = _rank_and_size(rank_name, size_name)
+            if size > 1 and _is_child_of_mpi_rank():
+                raise _not_rank_error(rank, size)
+            return launcher, _job(rank, size, "", "mpi")
     if AT_START:  # each process would train alone
         raise CommError(
             f"find_world: {AT_START[0]} was set when this process started and is not now; leave the launcher's "
             "variables in the environment, or give this process a world of its own (world_size=1, or a NcclIdHolder)"
         )
     return "", _job(0, 1, "", "")
+
+
+def mark_mpi_rank() -> None:
+    """Note in the environment that this process is the rank of its MPI job: what it starts inherits that."""
+    os.environ["SINGA_LITE_MPI_RANK"] = json.dumps([os.getpid(), _mpi_variables(), _pmi_socket()])
+
+
+def _is_child_of_mpi_rank() -> bool:
+    """Return whether this process has the variables of a rank that started it, not of a job of its own."""
+    mark = env("SINGA_LITE_MPI_RANK")
+    if mark is None:
+        return False
+    rank_pid, variables, socket = json.loads(mark)
+    if rank_pid in (os.getpid(), os.getppid()):
+        return rank_pid != os.getpid()
+    # a job that a rank starts has others, or at least another socket; None: closed for a child's child
+    return variables == _mpi_variables() and _pmi_socket() in (None, socket)
+
+
+def _mpi_variables() -> dict[str, str]:
+    names = (*(name for pair in LAUNCHERS.values() for name in pair), *JOB_VARIABLES)
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _pmi_socket() -> int | None:
+    """Return the inode of MPICH's socket to the launcher; None: there is none."""
+    try:
+        found = os.fstat(int(os.environ["PMI_FD"]))
+    except (KeyError, ValueError, OSError):
+        return None
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _not_rank_error(rank: int, size: int) -> CommError:
+    return CommError(
+        f"find_world: process {os.getpid()} is not rank {rank} of {size} but was started by it; let that "
+        "process communicate, or give this one a world of its own (world_size=1, or a NcclIdHolder)"
+    )
 
 
 def threads_per_rank(local_size: int, num_servers: int = 0) -> int:

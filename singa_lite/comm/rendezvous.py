@@ -21,7 +21,7 @@ from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
 from .exit_hooks import exit_hooks, report_from_run
 from .flight_signals import report_at_sigquit
-from .job import Job, launcher_and_job, threads_per_rank
+from .job import Job, launcher_and_job, mark_mpi_rank, threads_per_rank
 from .link import check_emulated, link_of_process
 from .link_communicator import LinkCommunicator
 from .local import LocalCommunicator
@@ -278,6 +278,7 @@ def _forget_in(pid: int, rendezvous_id: str) -> None:
 
 def _mpi_job(rank: int, size: int, timeout_s: float) -> MpiJob:
     hooks = exit_hooks()
+    mark_mpi_rank()
     hooks.mpi_job = hooks.mpi_job or MpiJob(rank, size, timeout_s, hooks.make_last_calls)
     return hooks.mpi_job
 

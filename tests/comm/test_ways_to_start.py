@@ -592,6 +592,41 @@ def test_a_child_of_a_rank_is_not_taken_for_the_rank(tmp_path):
         assert {f"[{rank}] 0 fine", f"[{rank}] {rank} 3 {rank} shm 6.0"} <= set(result.stdout.splitlines())
 
 
+# how a rank of an MPI job starts "prints_size.py", a script that joins what it takes for its world -> what that writes
+STARTS = {
+    "subprocess": ("subprocess.run([sys.executable, path])", "is not rank {rank} of 2 but was started by it"),
+    "a shell": (
+        "os.system(f'{sys.executable} {path} | cat')",
+        "is not rank {rank} of 2 but was started by it",
+    ),
+    "mpiexec": ("subprocess.run([{mpiexec!r}, '-n', '2', sys.executable, path])", "size 2"),
+    "singa-lite": (
+        "subprocess.run([sys.executable, '-m', 'singa_lite', 'run', '-n', '2', path])",
+        "size 2",
+    ),
+}
+
+
+@pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing())
+@pytest.mark.parametrize("start", STARTS)
+def test_a_child_of_an_mpi_rank_is_not_taken_for_it_but_may_start_a_job(tmp_path, start):
+    child = "from singa_lite import opt\nimport sys\nsys.stdout.write(f'size {opt.DistOpt().communicator.size}\\n')"
+    write_script(tmp_path, child, "prints_size.py")
+    call, expected = STARTS[start]
+    text = STEP + "import subprocess\npath = str(Path(__file__).with_name('prints_size.py'))\n"
+    text += call.replace("{mpiexec!r}", repr(str(_mpiexec()))) + AGAIN
+    text += (
+        "sys.stdout.write(f'went on {rank} {array[-1]}\\n')\n"  # in one write, as lines of ranks are mixed
+    )
+    result = run_with("mpiexec", write_script(tmp_path, text))
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert expected.format(rank=rank) in result.stdout + result.stderr
+        assert f"went on {rank} 6.0\n" in result.stdout
+    assert "PMI" not in result.stderr
+    assert_nothing_left(tmp_path)
+
+
 def test_a_forked_child_of_a_rank_does_not_close_its_world(tmp_path):
     text = STEP + "pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nos.waitpid(pid, 0)\n" + AGAIN + REPORT
     result = run_ranks_of(write_script(tmp_path, text), 2)
