@@ -27,6 +27,7 @@ LAUNCHERS = {
 }
 # beside these, what differs between jobs; MPICH's differ by the socket behind PMI_FD alone
 JOB_VARIABLES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
+INSTALL = "pip install 'mpi4py>=4.0' 'mpich>=4.2'"  # what the extra "mpi" brings
 # `singa-lite run` sets all of them
 OWN_VARIABLES = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
 SIZES = (OWN_VARIABLES[-1], *(size for size, _ in LAUNCHERS.values()))

@@ -19,10 +19,10 @@ from typing import Any
 
 from ..errors import CommError
 from .base import World
+from .job import INSTALL
 
 OWN_OUTPUT_S = 0.3  # mpiexec's time to pass on what this rank has printed last, which Abort may lose
 FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their error before Abort ends the job
-INSTALL = "pip install 'mpi4py>=4.0' 'mpich>=4.2'"  # as the extra "mpi" does
 ABORT_S = 2.0  # MPI_Abort takes milliseconds; if it hangs, the watchdog ends the job
 
 

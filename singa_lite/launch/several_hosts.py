@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.inspect_job import reports_at_sigquit
-from ..comm.mpi_job import INSTALL
+from ..comm.job import INSTALL
 from ..comm.proc import parents
 from ..comm.progress import NAME, ProgressFile
 from ..errors import CommError, OptionError

@@ -31,9 +31,8 @@ from .reaper import REQUESTS, STOP_SIGNALS, signal_group
 POLL_S = 0.05  # how soon a rank's end is noticed
 LOOK_S = 0.25  # how soon a noted failure is noticed; each look reads a file
 FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
-ALIVE_S = (
-    4.0  # from a noted failure to the first rank's end, which children, threads and atexit may delay for ever
-)
+# from a noted failure to the first rank's end, which children, threads and functions of atexit may delay for ever
+ALIVE_S = 4.0
 TERM_S = 0.8  # from SIGTERM to SIGKILL; with FINAL_OUTPUT_S under the 4 s in which a launcher must end
 DRAIN_S = 0.5  # output that a dead rank's children may still send
 

@@ -580,16 +580,18 @@ def test_inside_a_step_of_slurm_mpiexec_starts_the_job(tmp_path, monkeypatch):
     assert environ["SINGA_LITE_NUM_SERVERS"] == "0"
 
 
-def test_a_missing_mpiexec_or_another_mpis_is_an_error_that_names_the_extra(tmp_path, monkeypatch):
+def test_a_missing_mpiexec_or_another_mpis_is_an_error_that_names_the_cure(tmp_path, monkeypatch):
     monkeypatch.setattr(several_hosts.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CommError, match=r"there is no mpiexec of MPICH, .*; pip install 'singa-lite\[mpi\]'"):
+    with pytest.raises(
+        CommError, match=r"there is no mpiexec of MPICH, .*; pip install 'mpi4py>=4.0' 'mpich>=4.2'"
+    ):
         several_hosts.find_mpiexec()
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text("#!/bin/sh\necho mpiexec (OpenRTE) 5.0\n")
     mpiexec.chmod(0o755)
     with pytest.raises(
-        CommError, match=r"mpiexec is not the mpiexec of MPICH; pip install 'singa-lite\[mpi\]'"
+        CommError, match=r"mpiexec is not the mpiexec of MPICH; pip install 'mpi4py>=4.0' 'mpich>=4.2'"
     ):
         several_hosts.find_mpiexec()
 
