@@ -140,16 +140,17 @@ def check_agreed(where: str, everyone: list[Json]) -> None:
                 )
 
 
-def check_equal_parameters(where: str, model: Model, everyone: list[dict[str, str]]) -> None:
-    """Raise CheckpointError where one of the parameters that a dist_option keeps equal differs, by its hashes."""
+def check_equal_parameters(where: str, model: Model, everyone: list[dict[str, str]], cure: str) -> None:
+    """Raise CheckpointError where a parameter that is trained, and kept equal on all ranks, differs, by its hashes."""
     if not getattr(model.optimizer, "keeps_equal", True):
         return
-    for name in model.get_params():
+    params = model.get_params().values()
+    trained = {id(param) for param in params if param.stores_grad and param.requires_grad}
+    for name in (name for name, value in model.get_states().items() if id(value) in trained):
         for rank, theirs in enumerate(everyone):
             if theirs[MODEL + name] != everyone[0][MODEL + name]:
                 raise CheckpointError(
-                    f"{where}: the parameter {name} is another on rank {rank} than on rank 0, and such a checkpoint "
-                    "cannot be loaded; change parameters on all ranks alike, or copy rank 0's by DistOpt.broadcast"
+                    f"{where}: the parameter {name} is another on rank {rank} than on rank 0; {cure}"
                 )
 
 

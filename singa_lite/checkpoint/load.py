@@ -231,7 +231,7 @@ def _go_on(
         trainer.set_states(states)
         has = states_of_trainer(trainer)
     everyone = together(communicator, "load_job", lambda: _compare(arrays, has | arrays_of(model), where))
-    check_equal_parameters(where, model, everyone)
+    check_equal_parameters(where, model, everyone, "load a checkpoint of an earlier step")
     extra = {**(manifest.extras[saver] or {}), **_part(arrays, EXTRA)}
     return Job(manifest.step, manifest.world_size, extra, generation.path)
 

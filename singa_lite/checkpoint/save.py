@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,29 @@ def save_job(
         }
 
     everyone = together(communicator, "save_job", collect)
+    path, number = everyone[0]["new"]
+    try:
+        _compare(everyone, None if trainer is not None else model)
+    except CheckpointError:
+        if communicator.rank == 0:
+            with suppress(OSError):
+                os.rmdir(path)
+        raise
+    own, shared = placed([theirs["digests"] for theirs in everyone], arrays)
+    manifest = manifest_of(optimizer, number, everyone, own, shared)
+    mine = {name: arrays[name] for part in (own, shared) for name in part[communicator.rank]}
+    job.known.add(manifest.id)
+    job.folders.add(folder_key(folder))
+    saving = Saving(communicator, Path(path), manifest, mine, keep, frozenset(job.damaged))
+    if block:
+        saving.wait()
+    else:
+        job.saving = saving
+    return saving
+
+
+def _compare(everyone: list[Json], model: Model | None) -> None:
+    """Raise CheckpointError where the ranks are not at the same place; of ``model`` parameters are compared, too."""
     check_agreed("save_job", everyone)
     for rank, theirs in enumerate(everyone):
         if theirs["step"] != everyone[0]["step"]:
@@ -106,21 +130,10 @@ def save_job(
                 f"save_job: after {everyone[0]['step']} steps rank 0 has made {everyone[0]['calls']} calls of the next "
                 f"one, but rank {rank} {theirs['calls']}; call it after the same call on all ranks"
             )
-    if trainer is None:
-        check_equal_parameters("save_job", model, [theirs["digests"] for theirs in everyone])
+    if model is not None:
+        cure = "change it on all ranks alike, or copy rank 0's values by DistOpt.broadcast"
+        check_equal_parameters("save_job", model, [theirs["digests"] for theirs in everyone], cure)
     check_samplers([theirs["sampler"] for theirs in everyone])
-    path, number = everyone[0]["new"]
-    own, shared = placed([theirs["digests"] for theirs in everyone], arrays)
-    manifest = manifest_of(optimizer, number, everyone, own, shared)
-    mine = {name: arrays[name] for part in (own, shared) for name in part[communicator.rank]}
-    job.known.add(manifest.id)
-    job.folders.add(folder_key(folder))
-    saving = Saving(communicator, Path(path), manifest, mine, keep, frozenset(job.damaged))
-    if block:
-        saving.wait()
-    else:
-        job.saving = saving
-    return saving
 
 
 def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:

@@ -2,14 +2,14 @@
 """Layer: operators with parameters that are made at the first call, when the input's size is known.
 
 Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter, and stays one when it is frozen by
-setting that flag or ``requires_grad`` to False; one whose name is in the class's ``buffers`` is a state without
-gradient. Both are found in attributes, in lists, tuples and dicts, and in layers below, and are named by their path:
-``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of assignment, which may be another on another rank; a
-tensor two layers share counts once, under its first name. Last come layers that are variables of a function in an
-attribute, as in SINGA's ResNet: ``downsample.conv.W``; not its default arguments, nor what is behind ``partial`` or
-methods. A layer whose class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it
-too; of a key that is the Tensor's own name the layer's path is left out. Values are copied into these Tensors, and
-``set_params`` of such a layer is not called.
+setting that flag or ``requires_grad`` to False, as does a copy by ``copy.deepcopy``; one without that flag whose name
+is in the class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts,
+and in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
+assignment, which may be another on another rank; a tensor two layers share counts once, under its first name. Last
+come layers that are variables of a function in an attribute, as in SINGA's ResNet: ``downsample.conv.W``; not its
+default arguments, nor what is behind ``partial`` or methods. A layer whose class overrides ``get_params`` or
+``get_states`` has what these return, in the layers above it too; of a key that is the Tensor's own name the layer's
+path is left out. Values are copied into these Tensors, and ``set_params`` of such a layer is not called.
 """
 
 from __future__ import annotations
@@ -394,11 +394,11 @@ def _states_of(root: Layer) -> Iterator[tuple[str, Tensor, bool]]:
         if isinstance(entry, Layer):
             if _has_own_states(entry):
                 yield from _own_states(entry, f"{held.path}.")
+        elif held.is_buffer and not entry.is_recorded and not entry.stores_grad:
+            yield held.path, entry, False
         elif is_parameter(entry):
             entry._is_parameter = True
             yield held.path, entry, True
-        elif held.is_buffer and not entry.is_recorded:
-            yield held.path, entry, False
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -75,10 +75,6 @@ class Consistency:
         self._is_loaded = False  # states, and not compared yet
         self._called: dict[Tensor, str] = {}  # names that the script or a Model has given
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
-        self._since_step: dict[Tensor, None] = {}  # those updated by hand in this step
-        self._updates_once: bool | None = (
-            None  # each parameter in a step by hand; None before the first has ended
-        )
         # hashes of what these were before; None once the ranks have compared them, or if there is one rank
         self._first_values: list[str] | None = None if communicator.is_alone else []
         # whose options the ranks have compared, in which precision
@@ -93,24 +89,11 @@ class Consistency:
         if self.steps_by_hand not in (None, dist.opt._step_counter) and not self._communicator.is_alone:
             warn(OWN_STEP)
         self.steps_by_hand = dist.opt._step_counter
-        given = dict.fromkeys(params)
-        if self._updates_once is not False and not self._since_step.keys().isdisjoint(given):
-            # an exception ended the step before, maybe on this rank alone; or it is the script's way
-            self._is_loaded |= self._updates_once is True
-            self._updates_once = False
-        self._since_step |= given
-        new = [param for param in given if param not in self._by_hand]
+        new = [param for param in params if param not in self._by_hand]
         self._by_hand |= dict.fromkeys(new)
         if self._first_values is not None and not self.names:
             with unrecorded():
                 self._first_values += map(digest_of, new)
-
-    def step_by_hand_ended(self) -> None:
-        """Mark that the updates by hand so far were those of a whole step."""
-        self.steps_by_hand = None
-        if self._since_step:
-            self._updates_once = self._updates_once is not False
-            self._since_step.clear()
 
     def called(self, params: Mapping[str, Tensor]) -> None:
         """Take over names of parameters, equal on all ranks, before the first call has seen them."""

@@ -440,6 +440,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Compare the ranks' parameters, buffers and optimizers, and copy rank 0's values and optimizer states to all.
 
+        Between two averages of a dist_option such as localSGD the ranks keep theirs, unless a parameter is new.
+
         Raises:
             CommError: a rank has other names, shapes or dtypes, or another optimizer or number of steps made; with
                 order="fixed" another seed or number of threads.
@@ -529,7 +531,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _end_step(self) -> None:
         """End a step that was made by hand."""
-        self._ranks.step_by_hand_ended()
+        self._ranks.steps_by_hand = None
         self._stop.end_step(self.opt._step_counter)
 
     def update_velocity(self, pairs: Pairs) -> None:

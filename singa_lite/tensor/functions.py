@@ -452,7 +452,9 @@ def einsum(ops: str, *args: Tensor) -> Tensor:
         values = np.einsum(ops, *(to_numpy(t).astype(wide) for t in args))
     except (ValueError, TypeError) as error:
         raise ShapeError(f"einsum: {ops!r} of {[t.shape for t in args]}: {error}") from None
-    return Tensor(data=values.astype(dtype), device=args[0].device, dtype=dtype)
+    with np.errstate(over="ignore"):  # infinite, as in sums of that dtype
+        values = values.astype(dtype)
+    return Tensor(data=values, device=args[0].device, dtype=dtype)
 
 
 # ---- a vector and a matrix, in place -----------------------------------------------------------------------

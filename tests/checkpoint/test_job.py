@@ -645,7 +645,7 @@ def test_parameters_that_differ_although_the_dist_option_keeps_them_equal_are_no
         assert errors == [""] * 3
         return
     assert len(set(errors)) == 1 and "is another on rank 1 than on rank 0" in errors[0]
-    assert [each.path.name for each in generation.find_generations(tmp_path)[0]] == ["step-00000002"]
+    assert os.listdir(tmp_path) == ["step-00000002"]
 
 
 def other_sampler(communicator: Communicator, folder: str) -> tuple[str, bool]:

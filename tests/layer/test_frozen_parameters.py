@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +131,32 @@ def test_another_optimizer_takes_the_weights_of_a_file_alone_before_it_is_set(tm
     other.set_optimizer(opt.Adam(0.01))
     with pytest.raises(CheckpointError, match="load_states before set_optimizer"):
         other.load_states(str(tmp_path / "net.zip"))
+
+
+class Renamed(Net):
+    def get_params(self) -> dict[str, Tensor]:
+        return {name.replace(".", "/"): value for name, value in super().get_params().items()}
+
+
+def test_a_model_that_names_its_parameters_itself_can_save_a_job(tmp_path: Path) -> None:
+    net = Renamed()
+    net.set_optimizer(opt.SGD(0.1))
+    net.compile(batch()[:1])
+    net(*batch())
+    checkpoint.save_job(tmp_path / "job", net)
+    assert checkpoint.load_job(tmp_path / "job", net) is not None
+
+
+class Shadow(layer.Layer):
+    buffers = ("shadow",)
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.shadow = copy.deepcopy(value)
+        self.shadow.stores_grad = False
+
+
+def test_a_copy_of_a_parameter_that_a_layer_calls_a_buffer_is_one() -> None:
+    net = frozen(())
+    net.average = Shadow(net.get_params()["head.W"])
+    assert "average.shadow" in net.get_states() and "average.shadow" not in net.get_params()

@@ -6,12 +6,10 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
-import singa_lite.opt.consistency as consistency
 from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
@@ -439,65 +437,3 @@ def test_gradients_that_were_put_aside_and_never_sent_are_an_error(half: bool) -
     for text, values in run_ranks(puts_aside, 3, half):
         assert "1 arrays were put aside by send=False and never sent, so this rank" in text
         assert values == [-2.0, -2.0]  # by the mean of 1, 2, 3
-
-
-def cut_short(communicator: Communicator, where: str) -> list[str]:
-    """The error of each step, in the third of which an exception, which the script handles, cuts rank 1's short."""
-    net, found = compiled(communicator, use_graph=False), []
-    sgd = net.optimizer
-    for step in range(5):
-        x, y = batch(step, communicator.rank)
-        fails = communicator.rank == 1 and step == 2
-        try:
-            autograd.training = True
-            pairs = list(autograd.backward(autograd.mse_loss(net.forward(x), y)))
-            for _, grad in pairs:
-                sgd.all_reduce(grad)
-            for number, (param, grad) in enumerate(pairs):
-                if fails and where == "between updates" and number == 1:
-                    raise OSError("disk full")
-                sgd.update(param, grad)
-            if fails and where == "before step()":
-                raise OSError("disk full")
-            sgd.step()
-        except (CommError, OSError) as error:
-            found.append(f"{step}: {type(error).__name__}: {error}")
-    return found
-
-
-@pytest.mark.parametrize("where", ["between updates", "before step()"])
-def test_after_a_step_that_an_exception_has_cut_short_the_ranks_are_compared(where: str) -> None:
-    first, failed, last = run_ranks(cut_short, 3, where)
-    assert "OSError: disk full" in failed.pop(0)
-    for errors in (first, failed, last):
-        assert errors[0].startswith(("3: CommError", "4: CommError")) and "their optimizers" in errors[0]
-
-
-class Twice(Net):
-    """Updates each parameter twice in a step, and ends it by ``step`` or does not."""
-
-    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = autograd.mse_loss(self.forward(x), y)
-        for param, grad in autograd.backward(loss):
-            SUMS["all_reduce"](self.optimizer, grad)
-            self.optimizer.update(param, grad.clone())
-            self.optimizer.update(param, grad)
-        if self.send == "step":
-            self.optimizer.step()
-        return loss
-
-
-def twice_a_step(communicator: Communicator, send: str, eager_ranks: tuple[int, ...]) -> tuple[int, str]:
-    net = Twice(send)
-    net.set_optimizer(opt.DistOpt(opt.SGD(0.01), communicator=communicator))
-    net.compile([batch(0, 0)[0]], use_graph=communicator.rank not in eager_ranks)
-    with mock.patch.object(consistency, "compare_progress", side_effect=AssertionError("compared")):
-        return steps_made(net, communicator.rank, range(6))
-
-
-@pytest.mark.parametrize("eager_ranks", [(), (0,), (0, 1, 2)])
-@pytest.mark.parametrize("send", ["step", "no step"])
-def test_a_script_that_updates_twice_in_each_step_is_not_compared(
-    send: str, eager_ranks: tuple[int, ...]
-) -> None:
-    assert run_ranks(twice_a_step, 3, send, eager_ranks) == [(6, NO_ERROR)] * 3
