@@ -231,7 +231,11 @@ def _go_on(
         trainer.set_states(states)
         has = states_of_trainer(trainer)
     everyone = together(communicator, "load_job", lambda: _compare(arrays, has | arrays_of(model), where))
-    check_equal_parameters(where, model, everyone, "load a checkpoint of an earlier step")
+
+    def check() -> None:  # each rank by the parameters that it trains
+        check_equal_parameters(where, model, everyone, "load a checkpoint of an earlier step")
+
+    together(communicator, "load_job", check)
     extra = {**(manifest.extras[saver] or {}), **_part(arrays, EXTRA)}
     return Job(manifest.step, manifest.world_size, extra, generation.path)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +90,15 @@ def save_job(
             "digests": digests(arrays),
             "sampler": None if sampler is None else as_json("sampler.state_dict()", sampler.state_dict()),
             "extra": values,
-            "new": _begin(folder, optimizer.step_counter, job) if communicator.rank == 0 else None,
         }
 
     everyone = together(communicator, "save_job", collect)
-    path, number = everyone[0]["new"]
-    try:
+
+    def begin() -> Json:
         _compare(everyone, None if trainer is not None else model)
-    except CheckpointError:
-        if communicator.rank == 0:
-            with suppress(OSError):
-                os.rmdir(path)
-        raise
+        return _begin(folder, optimizer.step_counter, job) if communicator.rank == 0 else None
+
+    path, number = together(communicator, "save_job", begin)[0]
     own, shared = placed([theirs["digests"] for theirs in everyone], arrays)
     manifest = manifest_of(optimizer, number, everyone, own, shared)
     mine = {name: arrays[name] for part in (own, shared) for name in part[communicator.rank]}

@@ -107,7 +107,7 @@ class ExitHooks:
             except Exception as error:  # MPI.Finalize(), which may have called this, would go on and wait
                 self.note_failure()
                 tell("".join(format_exception(error)))
-                self._abort(text_of(error))
+                self._abort_at_end(text_of(error))
 
         self.at_exit(last_call)  # now, so before the messengers' own hooks, which close them
         self._last_calls.append(last_call)
@@ -155,7 +155,7 @@ class ExitHooks:
             error = _end_of_script()
         if error is not None and _is_failure(error) and not self._has_aborted:
             _flush()
-            self._abort(text_of(error))
+            self._abort_at_end(text_of(error))
 
     def _uncaught_at_exit(self, unraisable: Any) -> None:
         """Note what a function of atexit raises, after which Python would end with 0."""
@@ -164,7 +164,7 @@ class ExitHooks:
         if is_at_exit and not self.is_of_parent and _is_failure(unraisable.exc_value):
             self.note_failure()
             if not self._has_aborted:
-                self._abort(text_of(unraisable.exc_value))
+                self._abort_at_end(text_of(unraisable.exc_value))
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -177,26 +177,29 @@ class ExitHooks:
             tell("".join([first, *format_exception(kind, error, traceback)]))
         if not is_mpi or self._excepthook is not sys.__excepthook__:
             self._excepthook(kind, error, traceback)
-        self._fail(text_of(error))
+        if not self.is_of_parent:
+            self._abort_at_end(text_of(error))
+            self._end_mpi_job()
 
     def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         self._thread_excepthook(arguments)
         if fails_job(arguments) and not self.is_of_parent:
             self.note_failure()
-            self._fail(reason_of(arguments), is_ending=False)
+            self._abort(reason_of(arguments))
+            self._end_mpi_job()
 
-    def _fail(self, reason: str, is_ending: bool = True) -> None:
-        if self.is_of_parent:
-            return
-        self._abort(reason, is_ending)
+    def _end_mpi_job(self) -> None:
         _flush()
         if self.mpi_job is not None:
             self.mpi_job.abort_after_final_output()
 
-    def _abort(self, reason: str, is_ending: bool = True) -> None:
-        self._has_aborted = True
-        if is_ending and self.mpi_job is None:  # several hosts: rank_wrapper.py does
+    def _abort_at_end(self, reason: str) -> None:
+        if self.mpi_job is None:  # several hosts: rank_wrapper.py does
             _note_end_by_failure()
+        self._abort(reason)
+
+    def _abort(self, reason: str) -> None:
+        self._has_aborted = True
         for messenger in self.messengers:
             messenger.abort(reason)
         for communicator in self.communicators:
