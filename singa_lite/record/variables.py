@@ -356,7 +356,8 @@ class Variables:
 
     def _follow_kind(self, kind: type) -> None:
         """Follow what the user has set on a class of this package, and what its properties for settings read."""
-        if kind.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        package = str(kind.__module__).partition(".")[0]  # a descriptor on the class of Cython's functions
+        if package != __name__.partition(".")[0]:
             return
         self._kinds.add(kind)
         for each in [getattr(kind, name, None) for name in self._names]:
