@@ -13,7 +13,8 @@ differs from nnabla.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import TIMEOUT_MAX
 from typing import Any
 
@@ -290,7 +291,9 @@ class MultiProcessDataParallelCommunicator(_Copies):
         def start(arrays: list[Any], name: str) -> Work:
             return communicator.all_reduce(arrays, op, name=name)
 
-        change_arrays(start, name, given_arrays("all_reduce", data, division), inplace)
+        given = given_arrays("all_reduce", data, division)
+        with _aborting(communicator, name):
+            change_arrays(start, name, given, inplace)
 
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
@@ -302,7 +305,9 @@ class MultiProcessDataParallelCommunicator(_Copies):
         def start(arrays: list[Any], name: str) -> Work:
             return communicator.reduce(arrays, op, root, name=name)
 
-        change_arrays(start, "communicators.reduce", given_arrays("reduce", data, division), inplace)
+        given = given_arrays("reduce", data, division)
+        with _aborting(communicator, "communicators.reduce"):
+            change_arrays(start, "communicators.reduce", given, inplace)
 
     def bcast(self, data: RawOrTensors, src: int, inplace: bool = False, group: str = WORLD) -> None:
         """Replace the values by those of rank ``src``, a rank of the world in the group."""
@@ -312,7 +317,9 @@ class MultiProcessDataParallelCommunicator(_Copies):
         def start(arrays: list[Any], name: str) -> Work:
             return communicator.broadcast(arrays, root, name=name)
 
-        change_arrays(start, "communicators.bcast", given_arrays("bcast", data), inplace)
+        given = given_arrays("bcast", data)
+        with _aborting(communicator, "communicators.bcast"):
+            change_arrays(start, "communicators.bcast", given, inplace)
 
     def all_gather(
         self, ndarray: RawOrTensor, ndarray_list: Sequence[RawOrTensor], group: str = WORLD
@@ -328,7 +335,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
         source = GivenArray.of("all_gather", ndarray, writes=False)
         targets = one_a_rank("all_gather", ndarray_list, source, communicator.size)
         source.backend.activate()
-        rows = communicator.all_gather(source.array, name="communicators.all_gather").wait()
+        with _aborting(communicator, "communicators.all_gather"):
+            rows = communicator.all_gather(source.array, name="communicators.all_gather").wait()
         assert rows is not None
         for row, target in zip(rows, targets, strict=True):
             source.backend.run("copy", row.reshape(target.array.shape), out=target.array)
@@ -355,7 +363,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
         rows = target.backend.empty((communicator.size, target.array.size), target.array.dtype)
         target.backend.run("pack", *(source.array for source in sources), out=rows.reshape(-1))
         target.backend.activate()
-        result = communicator.reduce_scatter(rows, op, name="communicators.reduce_scatter").wait()
+        with _aborting(communicator, "communicators.reduce_scatter"):
+            result = communicator.reduce_scatter(rows, op, name="communicators.reduce_scatter").wait()
         assert result is not None
         target.backend.run("copy", result.reshape(target.array.shape), out=target.array)
 
@@ -501,10 +510,16 @@ class _AllReduceCallback(BackwardCallback):
 
     def add_gradient(self, param: Tensor) -> None:
         number, grad = self._open.pop(id(_grad(param).array), (0, None))
-        if grad is not None:
+        if grad is None:
+            return
+        with _aborting(self._sums.communicator, "all_reduce_callback"):
             self._send(grad, f"{param.name or 'gradient'}#{number}")
 
     def finish(self) -> None:
+        with _aborting(self._sums.communicator, "all_reduce_callback"):
+            self._finish()
+
+    def _finish(self) -> None:
         for number, grad in list(self._open.values()):
             if grad._is_old_grad:
                 raise GraphError(
@@ -522,6 +537,18 @@ class _AllReduceCallback(BackwardCallback):
             grad *= self._scale
         self._sums.labels.setdefault(grad, label)
         self._sums.add_gradient(grad, grad)
+
+
+@contextmanager
+def _aborting(communicator: Communicator, where: str) -> Iterator[None]:
+    """Inside, KeyboardInterrupt or SystemExit aborts ``communicator``: other ranks get sums that this one does not."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        communicator.abort(f"{where} was ended by {type(error).__name__}")
+        raise
 
 
 def _op(division: bool) -> ReduceOp:

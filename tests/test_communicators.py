@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -887,6 +890,56 @@ def sums_by_name(communicator: Any) -> dict[str, list[float]]:
 def test_gradients_are_summed_by_name_whatever_their_order() -> None:
     for sums in run_ranks(sums_by_name, 3):
         assert sums == {"enc": [6.0] * 3, "dec": [600.0] * 3}
+
+
+def interrupt(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(communicator: Any, call: str) -> str:
+    """The error of the next collective behind one that Ctrl-C has ended on rank 0."""
+    state.communicator, state.communicator_pid = communicator, os.getpid()
+    comm = communicators.MultiProcessDataParallelCommunicator()
+    comm.init()
+    array = np.full(4, 1.0 + comm.rank, np.float32)
+    parameter = Tensor(data=array, stores_grad=True)
+    with autograd.record():
+        loss = autograd.reduce_sum(parameter * Tensor(data=array))
+    loss.backward()
+    callback = comm.all_reduce_callback([parameter.grad], 1)
+    rows = [np.zeros(4, np.float32) for _ in range(comm.size)]
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(array),
+        "reduce": lambda: comm.reduce(array, 0),
+        "bcast": lambda: comm.bcast(array, 1),
+        "all_gather": lambda: comm.all_gather(array, rows),
+        "reduce_scatter": lambda: comm.reduce_scatter(rows, array),
+        "all_reduce_callback": lambda: loss.backward(communicator_callbacks=callback),
+    }
+    with autograd.record():
+        loss = autograd.reduce_sum(parameter * Tensor(data=array))
+    communicator.barrier()
+    if comm.rank == 0:  # the others come once it has been interrupted
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            calls[call]()
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(0.5)
+        with suppress(CommError):  # rank 0 has sent its part, which may be all that this one needs
+            calls[call]()
+    with pytest.raises(CommError) as error:
+        comm.all_reduce(array)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "call", ["all_reduce", "reduce", "bcast", "all_gather", "reduce_scatter", "all_reduce_callback"]
+)
+def test_a_collective_that_is_interrupted_on_one_rank_ends_on_all(call: str) -> None:
+    for text in run_ranks(interrupted, 3, call):
+        assert f"{call} was ended by KeyboardInterrupt" in text, text
 
 
 def ranks_with_other_numbers_of_copies(communicator: Any) -> str:

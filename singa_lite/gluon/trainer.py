@@ -353,8 +353,10 @@ class Trainer:
 
     def _update(self, names: list[str]) -> None:
         pairs = [(self._params[name], self._params[name].grad) for name in names]
-        self._optimizer.update_pairs([(param, grad) for param, grad in pairs if grad is not None])
-        self._optimizer.step()
+        store = self._kvstore
+        with nullcontext() if store is None else store.applying("Trainer: update"):
+            self._optimizer.update_pairs([(param, grad) for param, grad in pairs if grad is not None])
+            self._optimizer.step()
 
     def _aborting(self, where: str) -> AbstractContextManager[None]:
         """Inside, an exception aborts the store: other workers may have made the step, this one has not."""

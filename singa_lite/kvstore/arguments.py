@@ -16,6 +16,7 @@ from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
 
 _KINDS = ({int}, {str})  # of keys
+MOST_FOUND = 1000  # lists of keys that are remembered
 
 
 class Arguments:
@@ -80,6 +81,8 @@ class Arguments:
                 )
         specs = [self.specs[one] for one in keys]
         if is_plain:
+            if len(self._found) == MOST_FOUND:
+                self._found.clear()
             self._found[given] = specs
         return specs
 

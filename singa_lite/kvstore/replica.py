@@ -153,9 +153,10 @@ class ReplicaStore(KVStore):
             parts = self._all_reduce(pushes, device, options, name)
         else:
             parts = self._gather_codes(pushes, device, options, has_value, name)
-        for number, (push, part) in enumerate(zip(pushes, parts, strict=True)):
-            if has_value is None or has_value[:, number].any():
-                self._stored[push.spec.key].apply(part)
+        with self.applying("push"):
+            for number, (push, part) in enumerate(zip(pushes, parts, strict=True)):
+                if has_value is None or has_value[:, number].any():
+                    self._stored[push.spec.key].apply(part)
 
     def _gather_has_value(
         self, pushes: list[Push], options: PushOptions, name: str

@@ -90,6 +90,19 @@ class WorkerCalls(KVStoreBase):
             self.abort(f"{where} was ended by {type(error).__name__}")
             raise
 
+    @contextmanager
+    def applying(self, where: str) -> Iterator[None]:
+        """Inside, any exception aborts the store: other workers may have applied what this one has not.
+
+        Args:
+            where: the caller, for errors.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.abort(f"{where} was ended by {type(error).__name__}")
+            raise
+
     def barrier(self) -> None:
         """Return once every worker has called it and the servers have taken in what all had pushed before."""
         with self._calling("barrier"):

@@ -8,7 +8,7 @@ parameters share a bucket (grouping.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,8 @@ from ..graph.recorder import host, unrecorded
 from ..tensor import Tensor
 from .base import Array, Scheme, StepContext
 from .grouping import Grouping, layout
+
+MOST_COPIES = 4  # of a parameter's gradient in the buckets that are kept
 
 
 class Bucket:
@@ -220,10 +222,7 @@ class BucketedSync(Scheme, ABC):
         super().end(params)
 
     def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
-        params = tuple(param for param, _ in group)
-        if params not in self._buckets:
-            self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
-        bucket = self._buckets[params]
+        bucket = self._bucket_of(tuple(param for param, _ in group))
         bucket.name = self.collective_name(bucket.key)
         self.check(bucket)
         steps = self.exchange(bucket)
@@ -236,6 +235,24 @@ class BucketedSync(Scheme, ABC):
         for earlier in self._in_flight:
             earlier.advance_soon()
         self._in_flight.append(in_flight)
+
+    def _bucket_of(self, params: tuple[Tensor, ...]) -> Bucket:
+        """Return the bucket of these parameters, made at the first time.
+
+        Where the parameters that have gradients change from step to step, the oldest buckets are dropped, but not those
+        of a scheme whose residuals live in their order (state.py).
+        """
+        if params not in self._buckets:
+            self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
+            if not self.slots:
+                most = MOST_COPIES * _size_of({param for group in self._buckets for param in group})
+                while _size_of(param for group in self._buckets for param in group) > most:
+                    del self._buckets[next(iter(self._buckets))]
+        return self._buckets[params]
+
+
+def _size_of(params: Iterable[Tensor]) -> int:
+    return sum(param.size() for param in params)
 
 
 def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:

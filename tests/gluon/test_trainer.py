@@ -559,6 +559,43 @@ def a_step_that_an_exception_ends_breaks_the_store_on_all_workers(rig: Rig) -> N
             assert "was ended by KeyboardInterrupt" in text, text
 
 
+class Failing(opt.DecayScheduler):
+    """A constant rate, or none from step 2 on."""
+
+    fails: ClassVar[bool] = False
+
+    def __init__(self, init_value: float) -> None:
+        super().__init__(init_value)
+
+    def call(self, step: int) -> float:
+        return float("nan") if Failing.fails and step >= 2 else self.init_value
+
+
+@fact
+def an_update_that_is_refused_behind_the_sum_breaks_the_store_on_all_workers(rig: Rig) -> None:
+    if rig.size == 1:
+        return
+    for on_store in [False] if rig.num_servers else BOTH:
+        params = two(0.0)
+        store = rig.store(will_break=True)
+        rate = {"learning_rate": Failing(0.1)}
+        trainer = gluon.Trainer(params, "sgd", rate, kvstore=store, update_on_kvstore=on_store)
+        for _ in range(2):
+            backward(dict.fromkeys(params.values(), 1))
+            trainer.step(1)
+        Failing.fails = rig.rank == 1
+        backward(dict.fromkeys(params.values(), 1))
+        with suppress(CommError):  # on the others, as above
+            if rig.rank == 1:
+                caught(trainer.step, OptionError, 1)
+            else:
+                trainer.step(1)
+        Failing.fails = False
+        backward(dict.fromkeys(params.values(), 1))
+        text = caught(trainer.step, CommError, 1)
+        assert "was ended by OptionError" in text, text
+
+
 @fact
 def a_step_that_was_late_breaks_the_store_on_all_workers(rig: Rig) -> None:
     if rig.size == 1 or rig.num_servers == 0:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -320,3 +322,19 @@ def test_several_arrays_of_float16_are_summed_in_float32():
     out = np.zeros(1, np.float16)
     store.pull("a", out)
     assert out.tolist() == [2050]
+
+
+def test_lists_of_keys_are_not_remembered_for_ever(store):
+    keys = list(range(40))
+    for key in keys:
+        store.init(key, np.zeros(2, F32))
+    rng, held = np.random.default_rng(0), []
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            for _ in range(2000):
+                store._arguments.known("push", rng.permutation(keys).tolist())
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[0] > 100_000 and held[2] < 1.5 * held[0]

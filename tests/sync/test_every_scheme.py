@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The invariants of every scheme, against float64, on 1, 2 and 3 ranks with different data on each."""
 
+import gc
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import CheckpointError, DTypeError, OptionError
 from singa_lite.sync import find_schemes
+from singa_lite.sync.buckets import Bucket
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 from tests.sync.by_hand import sparse_bytes
@@ -225,6 +227,36 @@ def test_bf16_refuses_float64_gradients():
     scheme.add_gradient(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
     with pytest.raises(DTypeError, match="w is float64; only float32 gradients are sent as bfloat16"):
         list(scheme.finish())
+
+
+def changing_groups(communicator, steps):
+    """Means of the gradients of other parameters in each step, the gradients, and what the buckets hold in the end."""
+    gc.collect()
+    others = {id(each) for each in gc.get_objects() if isinstance(each, Bucket)}
+    scheme = make_scheme("fp32", communicator, LARGE, LARGE)
+    params = [Tensor(shape, name=f"p{number}") for number, shape in enumerate(SHAPES)]
+    choice, rng = np.random.default_rng(5), np.random.default_rng(communicator.rank)
+    found = []
+    for _ in range(steps):
+        chosen = [param for param in params if choice.random() < 0.5] or params
+        gradients = {param.name: rng.standard_normal(param.shape).astype(np.float32) for param in chosen}
+        begin(scheme)
+        for param in chosen:
+            scheme.add_gradient(param, Tensor(data=gradients[param.name]))
+        found.append((gradients, {param.name: to_numpy(grad) for param, grad in scheme.finish()}))
+    gc.collect()
+    buckets = [each for each in gc.get_objects() if isinstance(each, Bucket) and id(each) not in others]
+    return found, sum(bucket.flat.size for bucket in buckets)
+
+
+def test_buckets_of_parameters_that_change_from_step_to_step_are_dropped():
+    logs = launch(changing_groups, 3, 60)
+    for step in range(60):
+        for name in logs[0][0][step][1]:
+            exact = np.mean([log[0][step][0][name].astype(np.float64) for log in logs], axis=0)
+            for log in logs:
+                np.testing.assert_allclose(log[0][step][1][name], exact, rtol=1e-6, atol=1e-7)
+    assert all(TOTAL <= size <= 5 * TOTAL for _, size in logs)  # of 31 combinations: 16 * TOTAL
 
 
 def test_fp16_clips_the_local_gradient():
