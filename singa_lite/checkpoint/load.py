@@ -232,10 +232,10 @@ def _go_on(
         has = states_of_trainer(trainer)
     everyone = together(communicator, "load_job", lambda: _compare(arrays, has | arrays_of(model), where))
 
-    def check() -> None:  # each rank by the parameters that it trains
+    def compare_parameters() -> None:  # that this rank trains
         check_equal_parameters(where, model, everyone, "load a checkpoint of an earlier step")
 
-    together(communicator, "load_job", check)
+    together(communicator, "load_job", compare_parameters)
     extra = {**(manifest.extras[saver] or {}), **_part(arrays, EXTRA)}
     return Job(manifest.step, manifest.world_size, extra, generation.path)
 
