@@ -547,7 +547,8 @@ def _aborting(communicator: Communicator, where: str) -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        communicator.abort(f"{where} was ended by {type(error).__name__}")
+        if not communicator.is_alone:
+            communicator.abort(f"{where} was ended by {type(error).__name__}")
         raise
 
 
