@@ -179,6 +179,16 @@ def arrays_of(model: Model) -> Arrays:
     return arrays | streams(snapshot.random_states)
 
 
+def absolute(where: str, folder: str | os.PathLike[str]) -> str:
+    """Return the path of a folder from the root; CheckpointError if it is relative to one that is gone."""
+    try:
+        return os.path.abspath(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{where}: {folder} is relative, and the current folder is gone: {error}"
+        ) from error
+
+
 def folder_key(folder: str | os.PathLike[str]) -> str:
     """Return the one name of a folder, whichever path leads there."""
     return os.path.realpath(folder)

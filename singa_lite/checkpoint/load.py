@@ -26,6 +26,7 @@ from .job import (
     Json,
     Sampler,
     Trainer,
+    absolute,
     arrays_of,
     check_agreed,
     check_arguments,
@@ -75,7 +76,7 @@ def load_job(
     state_of(model).wait()
 
     def find() -> Json:
-        agreed = {"folder": os.path.abspath(folder), "a sampler": sampler is not None}
+        agreed = {"folder": absolute("load_job", folder), "a sampler": sampler is not None}
         seeds = [device.get_random_state()[0] for device in model.devices()]
         now = stream_ids() | {DEVICES: seeds}
         found = _found(folder) if communicator.rank == 0 else None
@@ -99,6 +100,7 @@ def load_job(
         known = state_of(model)
         known.known |= {each["id"] for _, each in found["generations"]}
         known.damaged |= set(damaged)
+        known.damaged.discard(generation.manifest.id)  # it may have been repaired
         known.folders.add(folder_key(folder))
         _warn_of_changes(generation, optimizer)
         return job

@@ -22,6 +22,7 @@ from .job import (
     Json,
     Sampler,
     Trainer,
+    absolute,
     arrays_of,
     check_agreed,
     check_arguments,
@@ -86,7 +87,11 @@ def save_job(
         return {
             "step": optimizer.step_counter,
             "calls": getattr(optimizer, "num_calls", 0),
-            "agreed": {"folder": os.path.abspath(folder), "keep": keep, "a sampler": sampler is not None},
+            "agreed": {
+                "folder": absolute("save_job", folder),
+                "keep": keep,
+                "a sampler": sampler is not None,
+            },
             "digests": digests(arrays),
             "sampler": None if sampler is None else as_json("sampler.state_dict()", sampler.state_dict()),
             "extra": values,

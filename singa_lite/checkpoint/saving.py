@@ -68,13 +68,20 @@ class Saving:
         self.is_over = False  # whether wait was called
         self._error: BaseException | None = None  # what wait raised
         self._hooks = exit_hooks()
-        self._thread = threading.Thread(target=self._run, name="singa_lite save_job", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, name="singa_lite save_job", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no process or memory left for one
+            self._failure = CheckpointError(f"cannot write {path}: {error}")
+            self._is_written.set()
+            self._thread = None
         self._cancel_finish = self._hooks.at_exit(self._finish)
 
     def done(self) -> bool:
         """Return whether this rank's part is over; on rank 0, whether the generation counts, or never will."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Return the generation's folder once it counts; a collective.
@@ -110,9 +117,10 @@ class Saving:
 
     def _join(self, seconds: float) -> None:
         """Wait for the thread, which gives up waiting for other ranks' files after ``seconds``."""
-        self._thread.join(seconds)
-        self._is_given_up.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join(seconds)
+            self._is_given_up.set()
+            self._thread.join()
 
     def _finish(self) -> None:
         """Wait for the thread before the process ends; its failure is one of the process."""

@@ -7,6 +7,7 @@ for a reader. What does not: processes (one_host.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -59,9 +60,7 @@ class Sink:
             return
         with self._changed:
             self._is_resting = False
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="singa_lite output", daemon=True)
-                self._thread.start()
+            self._start()
             if self._may_drop and self._num_bytes > BUFFER_BYTES:
                 self._num_dropped += 1
                 return
@@ -73,6 +72,7 @@ class Sink:
             if self._num_dropped:
                 self._append(b"")
             while self._num_bytes and self.error is None and not is_over():
+                self._start()
                 self._changed.wait(0.05)
 
     def rest(self, seconds: float) -> None:
@@ -82,6 +82,14 @@ class Sink:
             self._changed.notify_all()
         if thread is not None:
             thread.join(seconds)
+
+    def _start(self) -> None:
+        """Start the thread if there is none; where the system has no process left for it, later calls do."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="singa_lite output", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
     def _append(self, data: bytes) -> None:
         if self._num_dropped:
@@ -214,9 +222,14 @@ class RankOutput:
         return lines[starts[-1] :] if starts else lines[-10:]
 
     def distance_to_cause(self, rank: int) -> int:
-        """Return how far the failure of ``rank`` is from the cause: 0 for an error of its own, 1 for a CommError, as
-        another rank has ended, or a CheckpointError of another rank, 2 for one that repeats another's CommError."""
+        """Return how far the failure of ``rank`` is from the cause.
+
+        0 for an error of its own or of its thread, 1 for a CommError, as another rank has ended, or a CheckpointError
+        of another rank, 2 for one that repeats another's CommError.
+        """
         text = "\n".join(self.final_output(rank))
+        if "this rank aborted: thread " in text:
+            return 0
         if re.search(r"^singa_lite\.errors\.CheckpointError: .*rank \d+ failed: ", text, re.MULTILINE):
             return 1
         return ("singa_lite.errors.CommError: " in text) + ("aborted: " in text)

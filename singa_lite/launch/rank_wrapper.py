@@ -78,7 +78,8 @@ class Output:
         if line.startswith(b"singa_lite.errors.CheckpointError: ") and b" failed: " in line:
             self.distance_to_cause = 1
         elif line.startswith(b"singa_lite.errors.CommError: "):
-            self.distance_to_cause = 1 + (b"aborted: " in line)
+            is_of_thread = b"this rank aborted: thread " in line
+            self.distance_to_cause = 0 if is_of_thread else 1 + (b"aborted: " in line)
         elif line.startswith(b"Traceback (most recent call"):
             self.distance_to_cause = 0
         size = select.PIPE_BUF - len(prefix) - 1

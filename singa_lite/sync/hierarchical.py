@@ -96,19 +96,23 @@ class Hierarchical(BucketedSync):
         inner, between = self.communicator.split_by_host(name="hierarchical")
         kind = read_dist_option(text).scheme
         assert issubclass(kind, BucketedSync)  # or Options had raised
-        failure = ""
+        failure, has_states = "", self._loaded is not None and bool(self._loaded[1])
         if between is not None:
             self._outer = kind(between, self.threshold, self.bucket_bytes, self.optimizer)
         if self._loaded is not None:
             failure = self._restore(self._outer, *self._loaded)
-        for rank, text_of_rank in enumerate(
-            self.communicator.all_gather_object(failure, name="hierarchical states")
-        ):
+        size = 0 if between is None else inner.size
+        mine = [failure, size, has_states]
+        failures, sizes, having = zip(
+            *self.communicator.all_gather_object(mine, name="hierarchical hosts"), strict=True
+        )
+        for rank, (text_of_rank, size, has) in enumerate(zip(failures, sizes, having, strict=True)):
+            if size and any(having) and not has:
+                text_of_rank = (
+                    "it leads a host and has none, so the ranks were on other hosts when they were saved"
+                )
             if text_of_rank:
                 raise CommError(f"hierarchical: rank {rank} cannot go on from its states: {text_of_rank}")
-        sizes = self.communicator.all_gather_object(
-            inner.size if between is not None else 0, name="hierarchical hosts"
-        )
         num_hosts = sum(size > 0 for size in sizes)
         self._weight = inner.size * num_hosts / self.communicator.size
         self._inner, self._loaded = inner, None

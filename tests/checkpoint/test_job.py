@@ -622,6 +622,65 @@ def test_a_file_with_the_name_of_a_generation_stays_and_disturbs_no_save(tmp_pat
     assert (tmp_path / "step-00000001").read_text() == "mine"
 
 
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def saved_without_a_thread(communicator: Communicator, folder: str) -> tuple[str, list[str]]:
+    """The error of a save for which rank 1 gets no thread, and the generations behind the next one."""
+    net = saved(communicator, folder, 1)
+    train(net, range(1, 2))
+    started = no_thread if communicator.rank == 1 else threading.Thread.start
+    with mock.patch.object(threading.Thread, "start", started), pytest.raises(CheckpointError) as error:
+        checkpoint.save_job(folder, net)
+    checkpoint.save_job(folder, net)
+    return str(error.value), sorted(os.listdir(folder))
+
+
+def test_a_save_that_gets_no_thread_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    for error, names in run_ranks(saved_without_a_thread, 3, str(tmp_path)):
+        assert "can't start new thread" in error, error
+        assert len(names) == 2 and names[0] == "step-00000001"
+
+
+def test_a_relative_folder_is_an_error_where_the_current_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    train(net, range(1))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CheckpointError, match="save_job: job is relative, and the current folder is gone"):
+        checkpoint.save_job("job", net)
+    with pytest.raises(CheckpointError, match="load_job: job is relative, and the current folder is gone"):
+        checkpoint.load_job("job", net)
+
+
+def repaired(communicator: Communicator, folder: str) -> list[str]:
+    """The generations behind a save by a job that went on from one that it had found damaged before."""
+    saved(communicator, folder, 3)
+    path = Path(folder) / "step-00000003" / generation.rank_file(0)
+    net = compiled(communicator, "fp32", False)
+    for is_damaged in (True, False):
+        if communicator.rank == 0:
+            content = bytearray(path.read_bytes())
+            content[-3] ^= 1
+            path.write_bytes(content)
+        communicator.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            job = checkpoint.load_job(folder, net)
+        assert job is not None and job.step == 3 - is_damaged
+    train(net, range(3, 4))
+    checkpoint.save_job(folder, net, keep=2)
+    return sorted(os.listdir(folder))
+
+
+def test_a_generation_that_was_repaired_is_kept(tmp_path: Path) -> None:
+    assert run_ranks(repaired, 3, str(tmp_path)) == [["step-00000003", "step-00000004"]] * 3
+
+
 def set_on_one_rank(communicator: Communicator, folder: str, option: str, is_frozen: bool) -> str:
     """The error of a save after a rank has changed a parameter by itself, and maybe ended its training."""
     net = compiled(communicator, option, False)

@@ -183,6 +183,40 @@ def test_output_is_never_waited_for_and_what_is_left_out_is_counted(ending):
     assert notice == f"singa-lite run: {40 - len(lines)} lines left out".encode()
 
 
+def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypatch):
+    reader, writer = os.pipe()
+    sink, start, refusals = Sink(writer), threading.Thread.start, iter("abc")
+
+    def late_start(thread):
+        if next(refusals, None):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late_start)
+    sink.write(b"first ")
+    sink.rest(LIMIT_S)
+    sink.write(b"second")
+    sink.flush(lambda: False)
+    os.close(writer)
+    assert os.read(reader, 100) == b"first second"
+    os.close(reader)
+
+
+def test_a_rank_whose_thread_failed_is_nearer_to_the_cause_than_those_it_aborted():
+    texts = [
+        "singa_lite.errors.CommError: rank 0: x: this rank aborted: thread 'Thread-1': ValueError: no more",
+        "singa_lite.errors.CommError: rank 1: x: rank 0 aborted: thread 'Thread-1': ValueError: no more",
+        "singa_lite.errors.CommError: rank 2: x: rank 1 died: its process ended",
+    ]
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    output = RankOutput(rank_names(3), None, descriptor, descriptor)
+    for rank, text in enumerate(texts):
+        output.feed(rank, "stderr", f"Traceback (most recent call last):\n{text}\n".encode())
+    assert [output.distance_to_cause(rank) for rank in range(3)] == [0, 2, 1]
+    output.flush(lambda: False)
+    os.close(descriptor)
+
+
 def test_a_sink_that_may_not_drop_says_when_it_is_full():
     reader, writer = os.pipe()
     sink = Sink(writer)

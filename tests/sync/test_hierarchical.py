@@ -345,6 +345,29 @@ def loads_elsewhere(communicator: Any) -> tuple[str, str]:
     return str(raised.value), str(refused.value)
 
 
+def loads_on_more_hosts(communicator: Any) -> str:
+    """The error of the first step with states of two leaders on three hosts."""
+    param = Tensor((50,), name="w")
+    for hosts in ("aab", "abc"):
+        os.environ["SINGA_LITE_HOST"] = hosts[communicator.rank]
+        scheme: Any = make_scheme("hierarchical", communicator, 100, 1000)
+        if hosts == "aab":
+            begin(scheme, outer="sparseTopK")
+            scheme.add_gradient(param, Tensor(data=np.ones(50, np.float32)))
+            list(scheme.finish())
+            scheme.end([param])
+            states = scheme.state_dict({param: "w"})
+    scheme.load_state_dict(states, {param: "w"})
+    with pytest.raises(CommError) as raised:
+        begin(scheme, outer="sparseTopK")
+    return str(raised.value)
+
+
+def test_states_of_fewer_leaders_than_there_are_hosts_are_an_error() -> None:
+    for text in run_ranks(loads_on_more_hosts, 3):
+        assert "rank 1 cannot go on from its states: it leads a host and has none" in text, text
+
+
 def test_states_of_another_host_or_scheme_are_an_error() -> None:
     (text, refused), (other_text, other_refused) = run_ranks(loads_elsewhere, 2)
     assert text == other_text and "rank 1 cannot go on from its states" in text and "leader" in text
