@@ -337,9 +337,9 @@ class MultiProcessDataParallelCommunicator(_Copies):
         source.backend.activate()
         with _aborting(communicator, "communicators.all_gather"):
             rows = communicator.all_gather(source.array, name="communicators.all_gather").wait()
-        assert rows is not None
-        for row, target in zip(rows, targets, strict=True):
-            source.backend.run("copy", row.reshape(target.array.shape), out=target.array)
+            assert rows is not None
+            for row, target in zip(rows, targets, strict=True):
+                source.backend.run("copy", row.reshape(target.array.shape), out=target.array)
 
     def reduce_scatter(
         self,
@@ -365,12 +365,14 @@ class MultiProcessDataParallelCommunicator(_Copies):
         target.backend.activate()
         with _aborting(communicator, "communicators.reduce_scatter"):
             result = communicator.reduce_scatter(rows, op, name="communicators.reduce_scatter").wait()
-        assert result is not None
-        target.backend.run("copy", result.reshape(target.array.shape), out=target.array)
+            assert result is not None
+            target.backend.run("copy", result.reshape(target.array.shape), out=target.array)
 
     def barrier(self, group: str = WORLD) -> None:
         """Return once every rank of the group has called it."""
-        self._member("barrier", group).barrier(name="communicators.barrier")
+        communicator = self._member("barrier", group)
+        with _aborting(communicator, "communicators.barrier"):
+            communicator.barrier(name="communicators.barrier")
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Leave the world and all groups because of an error; peers that wait for this rank raise CommError at once."""

@@ -914,6 +914,7 @@ def interrupted(communicator: Any, call: str) -> str:
         "bcast": lambda: comm.bcast(array, 1),
         "all_gather": lambda: comm.all_gather(array, rows),
         "reduce_scatter": lambda: comm.reduce_scatter(rows, array),
+        "barrier": comm.barrier,
         "all_reduce_callback": lambda: loss.backward(communicator_callbacks=callback),
     }
     with autograd.record():
@@ -935,7 +936,8 @@ def interrupted(communicator: Any, call: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "call", ["all_reduce", "reduce", "bcast", "all_gather", "reduce_scatter", "all_reduce_callback"]
+    "call",
+    ["all_reduce", "reduce", "bcast", "all_gather", "reduce_scatter", "barrier", "all_reduce_callback"],
 )
 def test_a_collective_that_is_interrupted_on_one_rank_ends_on_all(call: str) -> None:
     for text in run_ranks(interrupted, 3, call):

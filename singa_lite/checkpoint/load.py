@@ -100,7 +100,7 @@ def load_job(
         known = state_of(model)
         known.known |= {each["id"] for _, each in found["generations"]}
         known.damaged |= set(damaged)
-        known.damaged.discard(generation.manifest.id)  # it may have been repaired
+        known.damaged.discard(generation.manifest.id)  # it was repaired if it was there
         known.folders.add(folder_key(folder))
         _warn_of_changes(generation, optimizer)
         return job

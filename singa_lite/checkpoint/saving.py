@@ -76,7 +76,7 @@ class Saving:
         except RuntimeError as error:  # the system has no process or memory left for one
             self._failure = CheckpointError(f"cannot write {path}: {error}")
             self._is_written.set()
-            self._thread = None
+            self._thread, self._arrays = None, {}
         self._cancel_finish = self._hooks.at_exit(self._finish)
 
     def done(self) -> bool:

@@ -60,11 +60,11 @@ class Sink:
             return
         with self._changed:
             self._is_resting = False
-            self._start()
             if self._may_drop and self._num_bytes > BUFFER_BYTES:
                 self._num_dropped += 1
-                return
-            self._append(data)
+            else:
+                self._append(data)
+            self.start()
 
     def flush(self, is_over: Callable[[], bool]) -> None:
         """Wait until everything is written, how many lines were left out too, writing has failed, or ``is_over()``."""
@@ -72,7 +72,7 @@ class Sink:
             if self._num_dropped:
                 self._append(b"")
             while self._num_bytes and self.error is None and not is_over():
-                self._start()
+                self.start()
                 self._changed.wait(0.05)
 
     def rest(self, seconds: float) -> None:
@@ -83,9 +83,11 @@ class Sink:
         if thread is not None:
             thread.join(seconds)
 
-    def _start(self) -> None:
-        """Start the thread if there is none; where the system has no process left for it, later calls do."""
-        if self._thread is None:
+    def start(self) -> None:
+        """Start the thread if something waits for one; where the system has no process left for it, later calls do."""
+        with self._changed:
+            if self._thread is not None or not self._pending:
+                return
             thread = threading.Thread(target=self._run, name="singa_lite output", daemon=True)
             with contextlib.suppress(RuntimeError):
                 thread.start()
@@ -212,6 +214,8 @@ class RankOutput:
     def wait_for_room(self, seconds: float) -> None:
         """Return once the readers have caught up, at the latest after ``seconds``."""
         deadline = time.monotonic() + seconds
+        for sink in (*self._logs, *self._sinks.values()):
+            sink.start()
         while self.is_full and time.monotonic() < deadline:
             time.sleep(0.005)
 

@@ -7,7 +7,6 @@ parameters share a bucket (grouping.py).
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, ClassVar
@@ -35,14 +34,10 @@ class Bucket:
         flat: all gradients one after the other, each at a multiple of the alignment of the backend; zeros in
             between.
         grads: each parameter with its part of ``flat``, which holds the gradient to apply in the end.
-        number: of no other bucket of this process, be it dropped by now.
     """
-
-    _numbers = itertools.count()
 
     def __init__(self, params: list[Tensor], key: str, is_aligned: bool) -> None:
         self.params, self.key, self.name = params, key, key
-        self.number = next(Bucket._numbers)
         self.backend = params[0].device.backend
         self.dtype = params[0].dtype
         self.alignment = max(1, self.backend.alignment_bytes // self.dtype.itemsize) if is_aligned else 1
@@ -242,15 +237,17 @@ class BucketedSync(Scheme, ABC):
         self._in_flight.append(in_flight)
 
     def _bucket_of(self, params: tuple[Tensor, ...]) -> Bucket:
-        """Return the bucket of these parameters, made if it is not kept.
+        """Return the bucket of these parameters, made at the first time.
 
-        Where the parameters that have gradients change from step to step, the oldest buckets are dropped.
+        Where the parameters that have gradients change from step to step, the oldest buckets are dropped, but not those
+        of a scheme whose residuals live in their order (state.py).
         """
         if params not in self._buckets:
             self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
-            most = MOST_COPIES * _size_of({param for group in self._buckets for param in group})
-            while _size_of(param for group in self._buckets for param in group) > most:
-                del self._buckets[next(iter(self._buckets))]
+            if not self.slots:
+                most = MOST_COPIES * _size_of({param for group in self._buckets for param in group})
+                while _size_of(param for group in self._buckets for param in group) > most:
+                    del self._buckets[next(iter(self._buckets))]
         return self._buckets[params]
 
 

@@ -101,8 +101,7 @@ class Hierarchical(BucketedSync):
             self._outer = kind(between, self.threshold, self.bucket_bytes, self.optimizer)
         if self._loaded is not None:
             failure = self._restore(self._outer, *self._loaded)
-        size = 0 if between is None else inner.size
-        mine = [failure, size, has_states]
+        mine = [failure, 0 if between is None else inner.size, has_states]
         failures, sizes, having = zip(
             *self.communicator.all_gather_object(mine, name="hierarchical hosts"), strict=True
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -24,7 +23,6 @@ class Group(Protocol):
     backend: Any
     dtype: Any
     alignment: int
-    number: int
 
 
 class Slot:
@@ -54,9 +52,8 @@ class ParamState:
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
         self._slots = slots
-        # until a group is dropped that owns no parameter and that no recorded step has
-        self._flats = WeakKeyDictionary[Group, list[Array]]()
-        self._views = WeakKeyDictionary[Group, dict[tuple[Tensor, str], Array]]()
+        self._flats: dict[Group, list[Array]] = {}
+        self._views: dict[Group, dict[tuple[Tensor, str], Array]] = {}
         self._owners: dict[Tensor, Group] = {}  # the group in whose arrays a parameter's are now
         self._moved: dict[Tensor, Group] = {}  # the same, of those that were in several groups
         self._moving: dict[Tensor, Group] = {}  # those that go to another group in this step
@@ -101,7 +98,7 @@ class ParamState:
 
     def graph_key(self) -> Hashable:
         """Equal before steps that copy the same arrays from group to group."""
-        return tuple(group.number for group in self._moved.values())
+        return tuple(map(id, self._moved.values()))
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
         """Return "<parameter>:<slot>" of every array."""

@@ -193,12 +193,12 @@ def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypa
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", late_start)
-    sink.write(b"first ")
+    for part in (b"first ", b"and ", b"second"):
+        sink.write(part)
     sink.rest(LIMIT_S)
-    sink.write(b"second")
     sink.flush(lambda: False)
     os.close(writer)
-    assert os.read(reader, 100) == b"first second"
+    assert os.read(reader, 100) == b"first and second"
     os.close(reader)
 
 
