@@ -302,14 +302,23 @@ class MpiCommunicator(Communicator):
         if is_small and self._newest._is_done():
             return FinishedWork(*self._guarded(call, lambda: run(self.timeout_s)))
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="singa_lite mpi", daemon=True)
-            self._worker.start()
+            self._worker = self._start_worker(call)
         # without a deadline in the worker: wait() has one, and fails the communicator when it passes
         self._newest = transfer = _Transfer(
             self, call, lambda: self._guarded(call, lambda: run(float("inf")))
         )
         self._queue.put(transfer)
         return transfer
+
+    def _start_worker(self, call: Call) -> threading.Thread:
+        worker = threading.Thread(target=self._work, name="singa_lite mpi", daemon=True)
+        try:
+            worker.start()
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self.world.name_of(self.rank)}: {call.label}: the system gives no thread to send in: {error}"
+            ) from error
+        return worker
 
     def _check_usable(self, call: Call) -> None:
         """Raise CommError in a forked child, or where the communicator has failed."""

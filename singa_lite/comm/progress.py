@@ -70,10 +70,10 @@ class ProgressFile:
         """Return the ranks whose failure is noted."""
         return [rank for rank, record in enumerate(self._records()) if record[2]]
 
-    def first_failure(self) -> int | None:
-        """Return which rank's failure is nearest to the cause; None if none is known."""
-        failures = [(record[3], rank) for rank, record in enumerate(self._records()) if record[2]]
-        return min(failures)[1] if failures else None
+    def cause(self) -> int | None:
+        """Return the first rank that has failed of itself, and not as another one has; None if none is known."""
+        failed = (rank for rank, record in enumerate(self._records()) if record[2] and not record[3])
+        return next(failed, None)
 
     def remove(self) -> None:
         """Remove the file."""

@@ -44,7 +44,8 @@ def prefetch(
 
     Raises:
         OptionError: ``depth`` is not an int >= 1, ``items`` cannot be iterated over, or ``sampler`` is another
-            object. DataError: an item is requested in a forked child, which has not got the thread.
+            object. DataError: an item is requested in a forked child, which has not got the thread, or the system gives
+            none.
 
     Example:
         >>> list(prefetch(number * number for number in range(4)))
@@ -160,7 +161,10 @@ def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None
     is_ending = sys.is_finalizing
     thread = threading.Thread(target=_fill, args=(items, shelf), name="singa_lite prefetch", daemon=True)
     shelf.process = os.getpid()
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise DataError(f"prefetch: the system gives no thread to make the items in: {error}") from error
     try:
         while (taken := shelf.take()) is not None:
             yield taken[0]

@@ -128,7 +128,7 @@ class Round:
 
     Attributes:
         code: the launcher's exit code.
-        failed: number of the process that failed first, or that could not be started; None: no single one.
+        failed: number of the process that failed of itself, or that could not be started; None: no single one.
         steps: the newest step of each rank; None for one that has counted none.
         started_at, ended_at: when the round began and when it failed or ended, in seconds of ``time.time``.
         error: a process could not be started.
@@ -189,7 +189,7 @@ def launch_round(
     code = job.report()
     output.rest(DRAIN_S)
     ended_at, has_progress = job.ended_at or time.time(), job.progress.is_there
-    return Round(code, job.first_failure()[0], steps, started_at, ended_at, has_progress=has_progress)
+    return Round(code, job.cause(), steps, started_at, ended_at, has_progress=has_progress)
 
 
 def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:

@@ -75,7 +75,8 @@ class Output:
         line = next((state for state in reversed(line.split(b"\r")) if state), b"")
         if self._log is not None:
             _write_all(self._log, line + b"\n")
-        if line.startswith(b"singa_lite.errors.CheckpointError: ") and b" failed: " in line:
+        is_of_save = line.startswith(b"singa_lite.errors.CheckpointError: ") and b" failed: " in line
+        if is_of_save or line.startswith(b"singa_lite: CommError: "):  # the watchdog's: others have not come
             self.distance_to_cause = 1
         elif line.startswith(b"singa_lite.errors.CommError: "):
             is_of_thread = b"this rank aborted: thread " in line

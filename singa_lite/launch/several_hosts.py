@@ -121,7 +121,7 @@ def launch_host_round(
             arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
             with reports_at_sigquit(write_report):
                 code, is_asked = _supervise(arguments, environ, signals, progress, options)
-        steps, failed = progress.steps(), progress.first_failure()
+        steps, failed = progress.steps(), progress.cause()
     finally:
         progress.remove()
     if signals:

@@ -166,6 +166,11 @@ class RunningJob:
         rank, code = min(self._failures, key=lambda failure: self.output.distance_to_cause(failure[0]))
         return rank, how_ended(code)
 
+    def cause(self) -> int | None:
+        """Return the first rank that has failed of itself, and not as another one has; None if none is known."""
+        rank, _ = self.first_failure()
+        return None if rank is None or self.output.distance_to_cause(rank) else rank
+
     def _report(self) -> int:
         if self.signals and not self._failures:
             return self._report_stop()

@@ -379,7 +379,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
         guard_ahead(self, offset, partial(self._step_options.structure, self, scheme, given))
-        guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
+        guard(scheme, scheme.graph_key)
         read = partial(self._step_options.step, self, type(scheme), given)
         bookkeep(self._begin_call, scheme, read)
         with unrecorded():

@@ -29,7 +29,7 @@ from ..graph.rewrite import pack_in_place
 from ..graph.rounded import RoundedCopies, keep_copies, use_copies
 from ..profile import TimeProfile
 from ..tensor import Tensor
-from .run import Run, written_by
+from .run import Run
 
 NOTHING = nullcontext()
 Known = dict[Hashable, Hashable]  # values of guards now, by their keys
@@ -73,7 +73,6 @@ class Record:
         device: on which the step ran.
         communicators: of its collectives.
         tape: for comparing it with that of a later run.
-        written: arrays by their ids that outlive the step and that replays write.
         num_left: replays until such a step runs eagerly, see ``Records.postpone``.
     """
 
@@ -86,7 +85,6 @@ class Record:
         self._guards = run.recorder.guards
         # Ctrl-C waits for the end of a replay then, or some parameters would be a step ahead of others
         self._is_whole = run.recorder.updates_in_parts
-        self.written = written_by(run.recorder)
         self._compile(run.recorder, run.inputs, arenas, copies)
 
     def _compile(

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -88,7 +89,8 @@ class Records:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
         self._copies = weakref.WeakValueDictionary[int, Any]()  # each while a record uses it
-        self._written: dict[int, Any] = {}  # arrays by their ids that outlive steps, which these write
+        # by their ids, arrays that outlive steps and that these write, each while it is there
+        self._written: dict[int, weakref.ref[Any]] = {}
         self._misses = 0  # recordings since a replay, of all kinds with tensors of these shapes
         self._shapes: list[tuple[int, ...]] = []
         self._recorded: Kind | None = None  # of the step that is being recorded
@@ -197,8 +199,12 @@ class Records:
         recorder = Recorder(leaves)
         with recorder.recording():
             result = model.run_train_one_batch(*arguments, **options)
-        self._written |= written_by(recorder)
+        self._note_written(recorder)
         return result
+
+    def _note_written(self, recorder: Recorder) -> None:
+        for key, array in written_by(recorder).items():
+            self._written[key] = weakref.ref(array, partial(_remove, self._written, key))
 
     def _record(self, kind: Kind, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the step and keep its record, or note why it cannot be replayed; return what the step returned."""
@@ -210,7 +216,7 @@ class Records:
                 if run.recorder.break_reason is None:
                     record = Record(run, self._arenas, self._copies)
                     kind.records.insert(0, record)
-                    self._written |= record.written
+                    self._note_written(run.recorder)
         finally:
             self._recorded = None
         recorder = run.recorder
@@ -317,6 +323,10 @@ class Records:
     def __reduce__(self) -> tuple[type[Records], tuple[()]]:
         """Start a copy or a pickle of a model without records: they hold arrays of the original."""
         return Records, ()
+
+
+def _remove(written: dict[int, Any], key: int, _: object) -> None:
+    written.pop(key, None)
 
 
 def _types_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Hashable:

@@ -186,7 +186,7 @@ class Scheme:
     def graph_key(self) -> Hashable:
         """Equal before steps that run the same kernels on the same arrays, as far as what the scheme keeps decides it.
 
-        ``state`` and options need not be in it.
+        Options need not be in it.
         """
         return None
 

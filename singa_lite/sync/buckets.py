@@ -237,17 +237,15 @@ class BucketedSync(Scheme, ABC):
         self._in_flight.append(in_flight)
 
     def _bucket_of(self, params: tuple[Tensor, ...]) -> Bucket:
-        """Return the bucket of these parameters, made at the first time.
+        """Return the bucket of these parameters, made if it is not kept.
 
-        Where the parameters that have gradients change from step to step, the oldest buckets are dropped, but not those
-        of a scheme whose residuals live in their order (state.py).
+        Where the parameters that have gradients change from step to step, the oldest buckets are dropped.
         """
         if params not in self._buckets:
             self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
-            if not self.slots:
-                most = MOST_COPIES * _size_of({param for group in self._buckets for param in group})
-                while _size_of(param for group in self._buckets for param in group) > most:
-                    del self._buckets[next(iter(self._buckets))]
+            most = MOST_COPIES * _size_of({param for group in self._buckets for param in group})
+            while _size_of(param for group in self._buckets for param in group) > most:
+                del self._buckets[next(iter(self._buckets))]
         return self._buckets[params]
 
 

@@ -167,15 +167,10 @@ class Hierarchical(BucketedSync):
         self.inside, self.between = [*self._groups.count(), Traffic()][:2]
 
     def graph_key(self) -> Hashable:
-        if self._outer is None:
-            # on members, and before the first step: as of an outer scheme that has not run
-            return None, ()
-        return self._outer.graph_key(), self._outer.state.graph_key()
+        return None if self._outer is None else self._outer.graph_key()
 
     def step_key(self, step: StepContext) -> Hashable:
-        if self._outer is None:
-            return None
-        return self._outer.step_key(_outer_step(step))
+        return None if self._outer is None else self._outer.step_key(_outer_step(step))
 
     # ---- checkpoints: the leaders' outer scheme ------------------------------------------------------------
 

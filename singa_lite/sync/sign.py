@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Sign(BucketedSync):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._lrs: dict[str, float] = {}  # by parameter: of the step that left its residual
-        self._ends: dict[Bucket, Array] = {}
+        self._ends = WeakKeyDictionary[Bucket, Array]()
 
     def exchange(self, bucket: Bucket) -> Exchange:
         run, empty, flat = bucket.backend.run, bucket.backend.empty, bucket.flat

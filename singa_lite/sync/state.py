@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import CheckpointError
-from ..graph.recorder import bookkeep, unrecorded
+from ..graph.recorder import unrecorded
 from ..tensor import Tensor
 from .grouping import layout
 
@@ -40,11 +40,38 @@ class Slot:
         return 0.0
 
 
+class Arrays:
+    """The arrays of parameters that are sent together.
+
+    Args:
+        group: on which backend, of which dtype and alignment.
+        params: of the group, all or some.
+        slots: the arrays of a parameter, by name.
+
+    Attributes:
+        flats: of each name a flat array, zeros.
+        parts: of each parameter, its part of every flat array.
+    """
+
+    def __init__(self, group: Group, params: list[Tensor], slots: Mapping[str, Slot]) -> None:
+        self.params, self.flats = params, list[Array]()
+        self.parts: dict[Tensor, list[Array]] = {param: [] for param in params}
+        for slot in slots.values():
+            shapes = [slot.shape(param) for param in params]
+            spans, size = layout(shapes, group.alignment if type(slot).shape is Slot.shape else 1)
+            flat = group.backend.empty((size,), group.dtype)
+            group.backend.run("fill", out=flat, value=0.0)
+            self.flats.append(flat)
+            for param, span, shape in zip(params, spans, shapes, strict=True):
+                self.parts[param].append(flat[span].reshape(shape))
+
+
 class ParamState:
     """Named arrays for each parameter, as views into one flat array for each group and name.
 
-    A parameter has one array of each name. Where steps differ in which parameters have gradients, and so in their
-    groups, it is copied from the group that had the parameter last to the one that has it now.
+    Parameters that are sent together when their arrays are made have them in one flat array for good, which is what a
+    group of just these works on. Where steps differ in which parameters have gradients, a group works on copies, which
+    ``commit`` writes back.
 
     Args:
         slots: the arrays, by name.
@@ -52,61 +79,45 @@ class ParamState:
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
         self._slots = slots
-        self._flats: dict[Group, list[Array]] = {}
-        self._views: dict[Group, dict[tuple[Tensor, str], Array]] = {}
-        self._owners: dict[Tensor, Group] = {}  # the group in whose arrays a parameter's are now
-        self._moved: dict[Tensor, Group] = {}  # the same, of those that were in several groups
-        self._moving: dict[Tensor, Group] = {}  # those that go to another group in this step
-        self._restored: dict[tuple[Tensor, str], np.ndarray] = {}  # loaded, and not yet in a group's array
+        self._kept: dict[Tensor, Arrays] = {}
+        self._used: dict[
+            Group, Arrays
+        ] = {}  # by the groups of this step: those of their parameters, or copies
+        self._restored: dict[tuple[Tensor, str], np.ndarray] = {}  # loaded, for parameters without arrays
 
     def of(self, group: Group) -> list[Array]:
         """Return the flat array of each name, in their order."""
-        if group not in self._flats:
-            with unrecorded():
-                self._make(group)
-        for param in group.params:
-            owner = self._owners.setdefault(param, group)
-            if owner is not group:
-                self._moving[param] = group
-                for slot in self._slots:
-                    group.backend.run(
-                        "copy", self._views[owner][param, slot], out=self._views[group][param, slot]
-                    )
-        return self._flats[group]
+        if group not in self._used:
+            self._used[group] = self._arrays_of(group)
+        return self._used[group].flats
 
     def views(self, group: Group, param: Tensor) -> list[Array]:
-        """Return the arrays of one parameter in the flat arrays of its group, in the order of their names."""
-        return [self._views[group][param, slot] for slot in self._slots]
+        """Return the parts of one parameter in what ``of`` has returned for its group, in the order of the names."""
+        return self._used[group].parts[param]
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no array yet."""
-        return not (self._owners or self._restored)
+        return not (self._kept or self._restored)
 
     def begin(self) -> None:
-        """Start a step: moves of one that has failed are forgotten."""
-        self._moving = {}
+        """Start a step; copies of one that has failed are dropped."""
+        self._used = {}
 
     def commit(self) -> None:
-        """End a step: from now on its groups own the arrays of their parameters."""
-        if self._moving:
-            bookkeep(self._commit, dict(self._moving))
-
-    def _commit(self, moving: dict[Tensor, Group]) -> None:
-        self._owners.update(moving)
-        self._moved.update(moving)
-
-    def graph_key(self) -> Hashable:
-        """Equal before steps that copy the same arrays from group to group."""
-        return tuple(map(id, self._moved.values()))
+        """End a step: write back what groups have changed in copies."""
+        for group, used in self._used.items():
+            if used is not self._kept[group.params[0]]:
+                for param in group.params:
+                    _copy(group, used.parts[param], self._kept[param].parts[param])
+        self._used = {}
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
         """Return "<parameter>:<slot>" of every array."""
         states = {f"{names[param]}:{slot}": values for (param, slot), values in self._restored.items()}
-        for param, owner in self._owners.items():
-            for slot in self._slots:
-                array = self._views[owner][param, slot]
-                states[f"{names[param]}:{slot}"] = owner.backend.to_numpy(array)
+        for param, kept in self._kept.items():
+            for slot, array in zip(self._slots, kept.parts[param], strict=True):
+                states[f"{names[param]}:{slot}"] = param.device.backend.to_numpy(array)
         return states
 
     def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
@@ -121,28 +132,35 @@ class ParamState:
                     f"state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
                 )
         self._restored = {known[key]: np.array(v, known[key][0].dtype) for key, v in states.items()}
-        for param, owner in self._owners.items():
-            self._fill(owner, param)
+        for param in self._kept:
+            self._fill(param)
 
-    def _make(self, group: Group) -> None:
-        """Make the arrays of a group that is new."""
-        self._flats[group], self._views[group] = [], {}
-        for name, slot in self._slots.items():
-            shapes = [slot.shape(param) for param in group.params]
-            spans, size = layout(shapes, group.alignment if type(slot).shape is Slot.shape else 1)
-            flat = group.backend.zeros((size,), group.dtype)
-            self._flats[group].append(flat)
-            for param, span, shape in zip(group.params, spans, shapes, strict=True):
-                self._views[group][param, name] = flat[span].reshape(shape)
+    def _arrays_of(self, group: Group) -> Arrays:
+        """Return the arrays that a group works on in this step; make those of parameters that have none."""
+        if new := [param for param in group.params if param not in self._kept]:
+            with unrecorded():
+                made = Arrays(group, new, self._slots)
+                for param in new:
+                    self._kept[param] = made
+                    self._fill(param)
+        kept = self._kept[group.params[0]]
+        if list(map(id, kept.params)) == list(map(id, group.params)):
+            return kept
+        copies = Arrays(group, group.params, self._slots)
         for param in group.params:
-            if param not in self._owners:
-                self._fill(group, param)
+            _copy(group, self._kept[param].parts[param], copies.parts[param])
+        return copies
 
-    def _fill(self, group: Group, param: Tensor) -> None:
+    def _fill(self, param: Tensor) -> None:
         """Write restored or first values into a parameter's arrays."""
-        for name, slot in self._slots.items():
-            out = self._views[group][param, name]
+        backend = param.device.backend
+        for (name, slot), out in zip(self._slots.items(), self._kept[param].parts[param], strict=True):
             restored = self._restored.pop((param, name), None)
             values = slot.start(param) if restored is None else restored
-            whole = np.ascontiguousarray(np.broadcast_to(np.asarray(values, group.dtype), out.shape))
-            group.backend.run("copy", group.backend.asarray(whole), out=out)
+            whole = np.ascontiguousarray(np.broadcast_to(np.asarray(values, param.dtype), out.shape))
+            backend.run("copy", backend.asarray(whole), out=out)
+
+
+def _copy(group: Group, sources: list[Array], targets: list[Array]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        group.backend.run("copy", source, out=target)

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -212,6 +213,25 @@ def test_a_group_that_mpi_cannot_make_is_an_error_of_ours():
     assert all(
         text.startswith("new_group 'one more': MPI failed: ") for text in results_of(too_many_groups, 3)
     )
+
+
+def without_a_thread(communicator):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommError) as raised:
+        patch.setattr(threading.Thread, "start", no_thread)
+        communicator.all_reduce(np.ones(50_000, "float32"), "sum", name="conv1.W").wait()
+    array = np.ones(50_000, "float32")
+    communicator.all_reduce(array, "sum").wait()
+    return str(raised.value), array.sum()
+
+
+def no_thread(self):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_system_that_gives_no_thread_is_an_error_of_ours_and_a_later_call_tries_again():
+    for text, total in over_mpi(without_a_thread, 2):
+        assert "'conv1.W'" in text and text.endswith("gives no thread to send in: can't start new thread")
+        assert total == 2 * 50_000
 
 
 # ---- agreement ---------------------------------------------------------------------------------------

@@ -417,3 +417,19 @@ def test_a_loader_may_go_over_several_epochs():
     sampler = ShardedSampler(30, 2, 1, 3)
     loader = prefetch((item for _ in range(3) for item in sampler), sampler=sampler)
     assert len(list(loader)) == 15 and sampler.state_dict()["epoch"] == 3
+
+
+def test_a_system_that_gives_no_thread_is_a_data_error_and_the_sampler_stays(monkeypatch):
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    sampler = ShardedSampler(20, 4, 0, 1)
+    before = sampler.state_dict()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match="no thread to make the items in: can't"),
+    ):
+        patch.setattr(threading.Thread, "start", no_thread)
+        next(prefetch(iter(sampler), sampler=sampler))
+    assert sampler.state_dict() == before
+    assert len(list(prefetch(iter(sampler), sampler=sampler))) == 5

@@ -455,6 +455,26 @@ def test_a_job_goes_on_without_a_rank_that_fails_at_the_start(tmp_path):
     assert "with 2 ranks, as rank 1 failed twice running before its first step" in result.stderr
 
 
+STEPS = """
+import numpy as np
+from singa_lite import opt
+sgd = opt.DistOpt()
+for step in range(7):
+    sgd.all_reduce(np.ones(3, np.float32))
+    sgd.step()
+"""
+# the others wait for rank 0, in vain
+HANGS = "if number < 2 and rank == 0:\n    time.sleep(600)\n"
+
+
+def test_no_rank_is_left_out_for_one_that_hangs_before_its_first_step(tmp_path):
+    options = ["--timeout", "2", "--max-restarts", "2", "--min-ranks", "1"]
+    result = run_restarting(tmp_path, HANGS + STEPS, *options)
+    assert result.returncode == 0, result.stderr
+    assert rounds_in(tmp_path) == {number: {0, 1, 2} for number in range(3)}
+    assert result.stderr.count("with 3 ranks") == 2
+
+
 def test_a_job_goes_on_without_a_rank_that_cannot_start(tmp_path):
     command = launch_command(
         write_script(tmp_path, HEAD + "print(size)"), 3, options=["--max-restarts", "1", "--min-ranks", "2"]
@@ -498,16 +518,6 @@ def run_on_hosts(folder: Path, text: str, *options: str) -> subprocess.Completed
     return run_command(launch_command(write_script(folder, HEAD + text), 3, options=given))
 
 
-STEPS = """
-import numpy as np
-from singa_lite import opt
-sgd = opt.DistOpt()
-for step in range(7):
-    sgd.all_reduce(np.ones(3, np.float32))
-    sgd.step()
-"""
-
-
 @needs_mpi
 def test_a_job_of_several_hosts_starts_again(tmp_path):
     text = (
@@ -534,6 +544,25 @@ def test_a_job_goes_on_without_the_host_whose_rank_fails_at_the_start(tmp_path):
     assert rounds_in(tmp_path) == {0: {0, 1, 2}, 1: {0, 1, 2}, 2: {0, 1}}
     assert "with 2 ranks, as rank 0 failed twice running before its first step" in result.stderr
     assert sorted(result.stdout.splitlines()[-2:]) == ["[w0] d1", "[w1] d1"]
+    assert_nothing_left(tmp_path)
+
+
+@needs_mpi
+def test_no_host_loses_a_slot_for_one_whose_rank_hangs_before_its_first_step(tmp_path):
+    options = [
+        "--timeout",
+        "3",
+        "--max-restarts",
+        "2",
+        "--min-ranks",
+        "1",
+        "--checkpoint",
+        str(tmp_path / "saved"),
+    ]
+    result = run_on_hosts(tmp_path, HANGS + STEPS, *options)
+    assert result.returncode == 0, result.stderr
+    assert rounds_in(tmp_path) == {number: {0, 1, 2} for number in range(3)}
+    assert result.stderr.count("with 3 ranks") == 2
     assert_nothing_left(tmp_path)
 
 
