@@ -27,6 +27,26 @@ def test_the_launcher_imports_no_numpy(tmp_path: Path) -> None:
     assert sorted(result.stdout.splitlines()) == ["[0] True", "[1] True", "launcher: []"]
 
 
+def test_what_few_scripts_need_is_not_imported_for_all() -> None:
+    script = (
+        "import sys; from singa_lite import autograd, data, layer, model, opt, tensor; print(*sys.modules)"
+    )
+    seldom = {
+        "ssl",
+        "http",
+        "tarfile",
+        "zipfile",
+        "hashlib",
+        "subprocess",
+        "multiprocessing",
+        "mpi4py",
+        "cupy",
+    }
+    result = run_command([sys.executable, "-c", script])
+    assert result.returncode == 0, result.stderr
+    assert "singa_lite.data.cifar" in result.stdout and seldom.isdisjoint(result.stdout.split())
+
+
 @pytest.mark.parametrize(
     "statements",
     [

@@ -69,7 +69,17 @@ OPTIONAL = {
     "tqdm",
     "xxhash",
 }  # may be imported where they are used
-SLOW = {"concurrent", "fractions", "hashlib", "multiprocessing"}  # likewise, see Note [imports]
+SLOW = {
+    "concurrent",
+    "fractions",
+    "hashlib",
+    "http",
+    "multiprocessing",
+    "subprocess",
+    "tarfile",
+    "urllib",
+    "zipfile",
+}  # likewise, see Note [imports]
 IMPORTS_BY_NAME = {
     "_native",
     "plugins",

