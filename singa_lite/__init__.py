@@ -4,9 +4,9 @@
 from singa_lite import autograd, data, device, layer, model, opt, tensor
 
 Note [imports]: what takes a millisecond or more to import and is used by few programs, or only at certain moments
-(hashlib and its OpenSSL, multiprocessing, urllib, zipfile), is imported in the function that uses it. So are the modules of
-this package, at the first use of their names: `singa-lite run` needs none of them, nor numpy, and starts in a third of
-the time.
+(hashlib and its OpenSSL, multiprocessing, urllib, zipfile), is imported in the function that uses it. So are the
+modules of this package, at the first use of their names: `singa-lite run` needs none of them, nor numpy, and starts in
+a third of the time.
 """
 
 from importlib import import_module
