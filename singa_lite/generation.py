@@ -130,14 +130,31 @@ def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], 
     Raises:
         CheckpointError: ``folder`` is there and is not a folder, or it or a manifest cannot be read by the system.
     """
+    names, before = _names_in(folder), list[str]()
+    found, problems = list[Generation](), dict[Path, str]()
+    # a job that saves there may remove what was listed, but not before it has made a newer one
+    while not found and names != before:
+        found, problems = _read_manifests(folder, names)
+        names, before = _names_in(folder), names
+    return sorted(found, key=lambda generation: -generation.manifest.number), problems
+
+
+def _names_in(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the names that generations may have; none if there is no such folder."""
     try:
-        names = sorted(os.listdir(folder))
+        return sorted(filter(FOLDER.fullmatch, os.listdir(folder)))
     except FileNotFoundError:
-        return [], {}
+        return []
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise CheckpointError(f"cannot read the folder {folder}: {error}") from error
+
+
+def _read_manifests(
+    folder: str | os.PathLike[str], names: list[str]
+) -> tuple[list[Generation], dict[Path, str]]:
+    """Return the generations with these names that count, and why those of other paths cannot be read."""
     found, problems = [], {}
-    for path in (Path(folder) / name for name in names if FOLDER.fullmatch(name)):
+    for path in (Path(folder) / name for name in names):
         try:
             check_regular(path / MANIFEST)
             found.append(Generation(path, _manifest((path / MANIFEST).read_bytes())))
@@ -149,7 +166,7 @@ def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], 
             raise CheckpointError(
                 f"cannot read {path / MANIFEST}: {type(error).__name__}: {error}"
             ) from error
-    return sorted(found, key=lambda generation: -generation.manifest.number), problems
+    return found, problems
 
 
 @functools.lru_cache(maxsize=8)  # every save reads those of the generations that are kept

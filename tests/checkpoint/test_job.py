@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -1047,3 +1048,27 @@ def test_ranks_at_other_calls_of_an_update_are_an_error_and_the_last_save_stays(
     for error, *names in run_ranks(amid_other_calls, 2, str(tmp_path)):
         assert "after 1 steps rank 0 has made 2 calls of the next one, but rank 1 1" in error
         assert names == ["step-00000001"]
+
+
+def test_a_folder_that_is_saved_to_while_it_is_read_has_a_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(number: int) -> None:
+        path = generation.make_folder(tmp_path, number)
+        values = [number, str(number), number, 1, 0.0, {}, {}, None, [None], [None], [{}], [{}]]
+        generation.write_manifest(path, generation.Manifest(generation.FORMAT, *values))
+        generation.remove_old(tmp_path, 1, ())
+
+    def check(path: Path, check: Callable[[Path], None] = generation.check_regular) -> None:
+        if len(saved) < 4:
+            saved.append(0)
+            with monkeypatch.context() as patch:
+                patch.setattr(generation, "check_regular", check)
+                save(1 + len(saved))  # which removes what was listed
+        check(path)
+
+    saved: list[int] = []
+    save(1)
+    monkeypatch.setattr(generation, "check_regular", check)
+    [found], problems = generation.find_generations(tmp_path)
+    assert found.manifest.step == 5 and not problems
