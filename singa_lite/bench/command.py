@@ -30,7 +30,8 @@ def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
         return 141  # 128 + SIGPIPE, as in a shell
     except (OSError, SingaLiteError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+        is_gone = isinstance(error, FileNotFoundError) and error.filename is None  # of os.getcwd()
+        sys.exit(f"{parser.prog}: {'the current folder is gone: ' if is_gone else ''}{error}")
 
 
 def rank_command(module: str, *arguments: str) -> list[str]:

@@ -509,6 +509,19 @@ def test_servers_start_again_too(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "options", [[], ["--max-restarts", "1", "--checkpoint", "saved"]], ids=["script", "folder"]
+)
+def test_a_current_folder_that_is_gone_is_named(tmp_path, options):
+    (tmp_path / "gone").mkdir()
+    script = write_script(tmp_path, "print(1)") if options else "train.py"
+    arguments = ["run", "-n", "2", *options, str(script)]
+    text = f"import os, sys; os.chdir({str(tmp_path / 'gone')!r}); os.rmdir({str(tmp_path / 'gone')!r})\n"
+    text += f"from singa_lite import cli; sys.exit(cli.main({arguments!r}))"
+    result = run_command([sys.executable, "-c", text])
+    assert result.returncode == 1 and "singa-lite run: the current folder is gone: " in result.stderr
+
+
 # ---- several hosts -----------------------------------------------------------------------------------
 
 
