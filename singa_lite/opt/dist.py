@@ -403,10 +403,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _guard_attributes(self) -> None:
         """Check what attributes were set to between steps, and have recorded steps see them."""
-        _check_opt(self)
-        if self.opt is not self._compared_opt:  # it may be another on each rank
-            self._compared_opt = self.opt
-            self._ranks.states_loaded()
+        self._notice_opt()
         if type(self) is DistOpt and (added := vars(self).keys() - self._own):
             self._check_added(added)
         guard(
@@ -420,6 +417,15 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
                 tuple(vars(self)),
             ),
         )
+
+    def _notice_opt(self) -> None:
+        """Prepare an optimizer that ``opt`` was set to as the one before it was, and have the ranks compare theirs."""
+        _check_opt(self)
+        if self.opt is not self._compared_opt:
+            if names := self._compared_opt._names:
+                self.opt.prepare({name: param for param, name in names.items()}, {})
+            self._compared_opt = self.opt
+            self._ranks.states_loaded()
 
     def _check_added(self, names: Set[str]) -> None:
         """Raise OptionError for attributes set on this object that are arguments, which nothing reads there."""
@@ -639,6 +645,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
         "ranks_may_differ" is there after steps of a dist_option that does not keep the ranks' parameters equal.
         """
+        self._notice_opt()
         states = {**self.opt.get_states(), **self._sums.state_dict(self._ranks.names)}
         states |= {} if self._finite is None else self._finite.state_dict()
         states |= {MAY_DIFFER: np.array(True)} if self._ranks.may_differ else {}
@@ -653,6 +660,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             CheckpointError: the states do not fit; nothing was changed.
         """
         check_arrays("DistOpt", states)
+        self._notice_opt()
         sums, finite = ({k: states[k] for k in states if k.startswith(prefix)} for prefix in (PREFIX, FINITE))
         self._schemes.check_states(
             states,

@@ -10,6 +10,7 @@ and every sum is rounded, wherever it is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..comm.base import Communicator
 from ..errors import DTypeError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
-from .base import scale_in_place
+from .base import StepContext, scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange
 from .step_groups import StepGroups
 
@@ -48,6 +49,11 @@ class FixedOrder(BucketedSync):
                 f"order='fixed': {names} is {dtype}; only float32 gradients are summed in fixed order"
             )
 
+    def follow(self, read: Callable[[], StepContext]) -> None:
+        super().follow(read)
+        if self._groups is not None:
+            self._groups.begin()
+
     def exchange(self, bucket: Bucket) -> Exchange:
         if self._pairs_of_ranks is None:
             with unrecorded():
@@ -60,6 +66,7 @@ class FixedOrder(BucketedSync):
         size, rank, groups = self.communicator.size, self.communicator.rank, list[Communicator]()
         if size == 2:
             return [self.communicator]
+        before = self.communicator.traffic.copy()
         level = 1
         while level < size:
             for low in (each for each in range(size) if not each & level):
@@ -68,6 +75,7 @@ class FixedOrder(BucketedSync):
                     assert group is not None
                     groups.append(group)
             level *= 2
+        self.communicator.traffic = before  # how groups are made is no part of the step
         self._groups = StepGroups(self.communicator, groups)
         return groups
 

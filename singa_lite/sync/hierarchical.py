@@ -88,6 +88,8 @@ class Hierarchical(BucketedSync):
 
     def follow(self, read: Callable[[], StepContext]) -> None:
         super().follow(read)
+        if self._groups is not None:
+            self._groups.begin()
         if self._outer is not None:
             self._outer.follow(lambda: _outer_step(read()))
 

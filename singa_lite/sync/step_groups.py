@@ -22,12 +22,15 @@ class StepGroups:
         for group in groups:
             group.abort_together([*groups, communicator])
             group.share_stop_requests(communicator.stop_requests)
-        self._counted = {group: group.traffic.copy() for group in groups}
+        self._before = {group: group.traffic.copy() for group in groups}
+
+    def begin(self) -> None:
+        """Start a step: what one has sent that an exception ended is not counted."""
+        self._before = {group: group.traffic.copy() for group in self._before}
 
     def count(self) -> list[Traffic]:
-        """Add what each group has sent since the last call to the communicator's traffic; return it."""
-        sent = [group.traffic.since(before) for group, before in self._counted.items()]
+        """Add what each group has sent in this step to the communicator's traffic; return it."""
+        sent = [group.traffic.since(before) for group, before in self._before.items()]
         for traffic in sent:
             self._communicator.traffic.add(traffic)
-        self._counted = {group: group.traffic.copy() for group in self._counted}
         return sent

@@ -10,6 +10,7 @@ import pickle
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -434,6 +435,35 @@ def sets_another_optimizer(communicator: Any, use_graph: bool, kind: str) -> str
 def test_ranks_compare_an_optimizer_that_is_set_between_steps(kind: str, text: str, use_graph: bool) -> None:
     for found in run_ranks(sets_another_optimizer, 3, use_graph, kind):
         assert re.search(text, found, re.DOTALL), found
+
+
+def goes_on_with_another_optimizer(communicator: Any, use_graph: bool, folder: Path) -> list[bytes]:
+    """Parameters after two steps from a checkpoint, saved by a run that has set the same optimizer, and its own."""
+    found, path, x = (
+        [],
+        folder / f"{communicator.rank}.zip",
+        Tensor(data=np.full((3, 4), communicator.rank + 1.0)),
+    )
+    for is_first in (True, False):
+        net = Branches()
+        net.set_optimizer(sgd := opt.DistOpt(opt.SGD(0.1), communicator=communicator))
+        net.compile([x], is_train=True, use_graph=use_graph)
+        sgd.opt = opt.SGD(0.1, momentum=0.9)
+        if is_first:
+            net(x, x)
+            net.save_states(path)
+        else:
+            net.load_states(path)
+        for _ in range(2):
+            net(x, x)
+        found.append(b"".join(to_numpy(value).tobytes() for value in net.get_params().values()))
+    return found
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_an_optimizer_that_is_set_before_the_first_step_takes_states(use_graph: bool, tmp_path: Path) -> None:
+    for first, second in run_ranks(goes_on_with_another_optimizer, 2, use_graph, tmp_path):
+        assert first == second
 
 
 @pytest.mark.parametrize("then", ["call", "fp32", "by hand", "load"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import opt
+from singa_lite import autograd, opt
 from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import CommError, DTypeError, OptionError
 from singa_lite.tensor import Tensor
@@ -155,3 +155,50 @@ def test_a_member_that_differs_is_an_error_on_all_ranks_of_all_hosts(transport: 
         calls = dict(re.findall(r"rank (\d) calls ([^,]*'[^']*')", text))
         assert set(calls) == {"1", "3"}, text  # ranks of the world, not 0 and 1 of their host
         assert "corr=True" in calls["1"] and "corr=False" in calls["3"], text
+
+
+class Stops(autograd.Operator):
+    """Passes values on; raises in backward while ``is_on``, where the second layer's gradients are on their way."""
+
+    is_on = False
+
+    def forward(self, context: Any, x: Any) -> Any:
+        return x.copy()
+
+    def backward(self, context: Any, dy: Any) -> Any:
+        if Stops.is_on:
+            raise KeyError("in backward")
+        return dy
+
+
+class Stopping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Stops()(autograd.tanh(self.first(x))))
+
+
+def bytes_around_an_exception(communicator: Any, given: dict[str, Any]) -> list[tuple[int, ...]]:
+    """What each of four steps sent, the third of which has raised once before."""
+    os.environ["SINGA_LITE_HOST"] = "ab"[communicator.rank // 2]
+    net, sent = Stopping(), []
+    net.set_optimizer(sgd := opt.DistOpt(opt.SGD(0.1), communicator=communicator, bucket_bytes=1, **given))
+    net.compile([Tensor((5, 20))])
+    for step in range(4):
+        if step == 2:
+            Stops.is_on = True
+            with pytest.raises(KeyError):
+                train_step(net, communicator.rank, step)
+            Stops.is_on = False
+        train_step(net, communicator.rank, step)
+        sent.append((sgd.bytes_sent, sgd.bytes_inside_hosts, sgd.bytes_between_hosts, sgd.total_bytes_sent))
+    return sent
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"dist_option": "hierarchical:fp32"}, {"order": "fixed", "microbatches": 4}],
+    ids=["hosts", "fixed"],
+)
+def test_what_an_exception_ended_is_not_counted_in_the_next_step(given: dict[str, Any]) -> None:
+    for sent in run_ranks(bytes_around_an_exception, 4, given):
+        (first, *parts, _), *_ = sent
+        assert first > 0 and sent == [(first, *parts, first * (step + 1)) for step in range(4)]
