@@ -6,7 +6,7 @@ What lives here: the file, on both sides. What does not: what the launcher makes
 
 A record is four 64-bit integers: 1 + the step that the rank has reached, 0 before its first; 1 if it takes signals as
 requests to stop; and what rank_wrapper.py writes when it fails: its exit code, negative for a signal, and how far that
-failure is from the cause (``RankOutput.distance_to_cause``). On one host the rank itself writes the exit code 1 when an
+failure is from the cause (``rank_wrapper.distance_of``). On one host the rank itself writes the exit code 1 when an
 exception is about to end it, for a child, a thread or a function of atexit may keep it alive. There the file is in
 shared memory; for several hosts it is in the folder of checkpoints, which all hosts share.
 """
@@ -70,10 +70,11 @@ class ProgressFile:
         """Return the ranks whose failure is noted."""
         return [rank for rank, record in enumerate(self._records()) if record[2]]
 
-    def cause(self) -> int | None:
-        """Return the first rank that has failed of itself, and not as another one has; None if none is known."""
-        failed = (rank for rank, record in enumerate(self._records()) if record[2] and not record[3])
-        return next(failed, None)
+    def first_failure(self) -> tuple[int | None, int]:
+        """Return which rank's failure is nearest to the cause, and how far it is; None if none is known."""
+        failures = [(record[3], rank) for rank, record in enumerate(self._records()) if record[2]]
+        distance, rank = min(failures, default=(0, None))
+        return rank, distance
 
     def remove(self) -> None:
         """Remove the file."""

@@ -26,6 +26,7 @@ from ..comm.progress import VARIABLE
 from ..errors import CommError, OptionError, check_int
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
+from .rank_wrapper import WAITED
 from .reaper import Reaper, die_with_launcher, kill_groups, remove_segments
 from .supervise import DRAIN_S, RunningJob, noted_signals
 
@@ -189,7 +190,12 @@ def launch_round(
     code = job.report()
     output.rest(DRAIN_S)
     ended_at, has_progress = job.ended_at or time.time(), job.progress.is_there
-    return Round(code, job.cause(), steps, started_at, ended_at, has_progress=has_progress)
+    return Round(code, cause_of(*job.first_failure()), steps, started_at, ended_at, has_progress=has_progress)
+
+
+def cause_of(rank: int | None, distance: int) -> int | None:
+    """Return the rank whose failure is nearest to the cause; None where it has only waited for another one."""
+    return rank if distance < WAITED else None
 
 
 def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import TextIO
 
 from ..errors import CommError
 from .process_names import ProcessName
+from .rank_wrapper import distance_of
 
 TAIL_LINES = 60  # enough for a traceback through a few modules
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
@@ -226,17 +226,9 @@ class RankOutput:
         return lines[starts[-1] :] if starts else lines[-10:]
 
     def distance_to_cause(self, rank: int) -> int:
-        """Return how far the failure of ``rank`` is from the cause.
-
-        0 for an error of its own or of its thread, 1 for a CommError, as another rank has ended, or a CheckpointError
-        of another rank, 2 for one that repeats another's CommError.
-        """
-        text = "\n".join(self.final_output(rank))
-        if "this rank aborted: thread " in text:
-            return 0
-        if re.search(r"^singa_lite\.errors\.CheckpointError: .*rank \d+ failed: ", text, re.MULTILINE):
-            return 1
-        return ("singa_lite.errors.CommError: " in text) + ("aborted: " in text)
+        """Return how far the failure of ``rank`` is from the cause, by the last error that it printed."""
+        found = (distance_of(line.encode(errors="surrogateescape")) for line in self.final_output(rank))
+        return next((each for each in reversed(list(found)) if each is not None), 0)
 
     def _log(self, folder: Path, name: str) -> Sink:
         if name not in self._log_files:

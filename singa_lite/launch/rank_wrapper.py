@@ -19,6 +19,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import resource
 import select
 import selectors
@@ -39,6 +40,7 @@ POLL_S = 0.05
 PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+WAITED = 2  # from this distance to the cause on, another rank has failed, and which is not known
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -50,7 +52,7 @@ class Output:
         log: a descriptor; None: no log.
 
     Attributes:
-        distance_to_cause: of the last traceback, as ``RankOutput.distance_to_cause`` returns it.
+        distance_to_cause: of the last error, see ``distance_of``.
     """
 
     def __init__(self, prefix: str, log: int | None) -> None:
@@ -75,14 +77,9 @@ class Output:
         line = next((state for state in reversed(line.split(b"\r")) if state), b"")
         if self._log is not None:
             _write_all(self._log, line + b"\n")
-        is_of_save = line.startswith(b"singa_lite.errors.CheckpointError: ") and b" failed: " in line
-        if is_of_save or line.startswith(b"singa_lite: CommError: "):  # the watchdog's: others have not come
-            self.distance_to_cause = 1
-        elif line.startswith(b"singa_lite.errors.CommError: "):
-            is_of_thread = b"this rank aborted: thread " in line
-            self.distance_to_cause = 0 if is_of_thread else 1 + (b"aborted: " in line)
-        elif line.startswith(b"Traceback (most recent call"):
-            self.distance_to_cause = 0
+        distance = distance_of(line)
+        if distance is not None:
+            self.distance_to_cause = distance
         size = select.PIPE_BUF - len(prefix) - 1
         for start in range(0, len(line) or 1, size):
             _write_all(stream, prefix + line[start : start + size] + b"\n")
@@ -217,6 +214,27 @@ def main(command: list[str]) -> int:
     abort_job(128 - code)
     end_by_signal(-code)
     return 128 - code
+
+
+def distance_of(line: bytes) -> int | None:
+    """Return how far the error on a line of output is from the cause of a job's end; None if the line has no error.
+
+    0 for an error of the rank itself or of its thread; 1 for a CommError, mostly as another rank has ended, or for a
+    CheckpointError of another rank; WAITED for a CommError after waiting for another rank; more for one that repeats
+    another's.
+    """
+    if line.startswith(b"Traceback (most recent call"):  # whose last line follows
+        return 0
+    if re.match(rb"singa_lite\.errors\.CheckpointError: .*rank \d+ failed: ", line):
+        return 1
+    if not re.match(rb"singa_lite(\.errors\.|: )CommError: ", line):  # the second: of a watchdog
+        return None
+    if b"this rank aborted: thread " in line:
+        return 0
+    if b"aborted: " in line:
+        return WAITED + 1
+    has_waited = re.search(rb"\b(waited|within) [0-9.e+]+ s\b", line)
+    return WAITED if has_waited else 1
 
 
 def name_of(number: int) -> str:

@@ -35,7 +35,7 @@ from ..comm.progress import NAME, ProgressFile
 from ..errors import CommError, OptionError
 from .copy_folder import FolderCopy
 from .hosts import Host, place
-from .one_host import LaunchOptions, Round, common_environment, open_standard_descriptors
+from .one_host import LaunchOptions, Round, cause_of, common_environment, open_standard_descriptors
 from .process_names import role_names
 from .reaper import REQUESTS, die_with_launcher
 from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S
@@ -121,7 +121,7 @@ def launch_host_round(
             arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
             with reports_at_sigquit(write_report):
                 code, is_asked = _supervise(arguments, environ, signals, progress, options)
-        steps, failed = progress.steps(), progress.cause()
+        steps, failed = progress.steps(), cause_of(*progress.first_failure())
     finally:
         progress.remove()
     if signals:

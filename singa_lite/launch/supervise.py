@@ -18,6 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -158,18 +159,12 @@ class RunningJob:
         self.output.check()
         return code
 
-    def first_failure(self) -> tuple[int | None, str]:
-        """Return which rank failed first, and how; None if none did."""
-        if not self._failures:
-            return None, ""
+    def first_failure(self) -> tuple[int | None, int]:
+        """Return which rank's failure is nearest to the cause, and how far it is; None if none has failed."""
         # A rank that ends takes the others' collectives with it: their CommError only repeats its failure.
-        rank, code = min(self._failures, key=lambda failure: self.output.distance_to_cause(failure[0]))
-        return rank, how_ended(code)
-
-    def cause(self) -> int | None:
-        """Return the first rank that has failed of itself, and not as another one has; None if none is known."""
-        rank, _ = self.first_failure()
-        return None if rank is None or self.output.distance_to_cause(rank) else rank
+        distances = [(self.output.distance_to_cause(rank), rank) for rank, _ in self._failures]
+        distance, rank = min(distances, key=itemgetter(0), default=(0, None))
+        return rank, distance
 
     def _report(self) -> int:
         if self.signals and not self._failures:
@@ -180,15 +175,16 @@ class RunningJob:
                 "killed; see --exit-timeout"
             )
             return 1
-        rank, how = self.first_failure()
+        rank, _ = self.first_failure()
         if rank is None:
             return 0
+        code = dict(self._failures)[rank]
         ended = self._names_of(self._ended_before)
         before = f", after {ended} had ended with exit code 0" if ended else ""
         self.output.report(
-            f"{self.names[rank].text} failed first ({how}){before}", self.output.final_output(rank)
+            f"{self.names[rank].text} failed first ({how_ended(code)}){before}",
+            self.output.final_output(rank),
         )
-        code = dict(self._failures)[rank]
         return code if code > 0 else 128 - code
 
     def _report_stop(self) -> int:

@@ -273,7 +273,6 @@ class Scheme:
     def end(self, params: list[Tensor]) -> None:
         """End a step whose gradients have been applied to ``params``."""
         self.after_update(params)
-        self.state.commit()
 
     # ---- checkpoints -----------------------------------------------------------------------------------
 

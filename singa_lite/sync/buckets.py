@@ -211,6 +211,7 @@ class BucketedSync(Scheme, ABC):
             for in_flight in self._in_flight:
                 in_flight.advance()
                 if in_flight.pending is None:  # it has ended
+                    self.state.commit(in_flight.bucket)
                     yield from in_flight.bucket.grads
             self._in_flight = [in_flight for in_flight in self._in_flight if in_flight.pending is not None]
 
@@ -239,9 +240,11 @@ class BucketedSync(Scheme, ABC):
     def _bucket_of(self, params: tuple[Tensor, ...]) -> Bucket:
         """Return the bucket of these parameters, made if it is not kept.
 
-        Where the parameters that have gradients change from step to step, the oldest buckets are dropped.
+        Where the parameters that have gradients change from step to step, the least recently used are dropped.
         """
-        if params not in self._buckets:
+        if params in self._buckets:
+            self._buckets[params] = self._buckets.pop(params)
+        else:
             self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
             most = MOST_COPIES * _size_of({param for group in self._buckets for param in group})
             while _size_of(param for group in self._buckets for param in group) > most:

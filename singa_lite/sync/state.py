@@ -70,8 +70,8 @@ class ParamState:
     """Named arrays for each parameter, as views into one flat array for each group and name.
 
     Parameters that are sent together when their arrays are made have them in one flat array for good, which is what a
-    group of just these works on. Where steps differ in which parameters have gradients, a group works on copies, which
-    ``commit`` writes back.
+    group of just these, in this order, works on. Where steps differ in which parameters have gradients, any other group
+    works on copies in each step, which ``commit`` writes back.
 
     Args:
         slots: the arrays, by name.
@@ -80,9 +80,7 @@ class ParamState:
     def __init__(self, slots: Mapping[str, Slot]) -> None:
         self._slots = slots
         self._kept: dict[Tensor, Arrays] = {}
-        self._used: dict[
-            Group, Arrays
-        ] = {}  # by the groups of this step: those of their parameters, or copies
+        self._used: dict[Group, Arrays] = {}  # by the groups of this step: those kept, or copies
         self._restored: dict[tuple[Tensor, str], np.ndarray] = {}  # loaded, for parameters without arrays
 
     def of(self, group: Group) -> list[Array]:
@@ -92,7 +90,7 @@ class ParamState:
         return self._used[group].flats
 
     def views(self, group: Group, param: Tensor) -> list[Array]:
-        """Return the parts of one parameter in what ``of`` has returned for its group, in the order of the names."""
+        """Return the parts of one parameter in what ``of`` has returned for its group in this step, by the names."""
         return self._used[group].parts[param]
 
     @property
@@ -101,16 +99,15 @@ class ParamState:
         return not (self._kept or self._restored)
 
     def begin(self) -> None:
-        """Start a step; copies of one that has failed are dropped."""
+        """Start a step; copies of groups whose exchange an exception has ended are dropped."""
         self._used = {}
 
-    def commit(self) -> None:
-        """End a step: write back what groups have changed in copies."""
-        for group, used in self._used.items():
-            if used is not self._kept[group.params[0]]:
-                for param in group.params:
-                    _copy(group, used.parts[param], self._kept[param].parts[param])
-        self._used = {}
+    def commit(self, group: Group) -> None:
+        """Write back what a group has changed in copies; ``BucketedSync`` does when its exchange has ended."""
+        used = self._used.pop(group, None)
+        if used is not None and used is not self._kept[group.params[0]]:
+            for param in group.params:
+                _copy(group, used.parts[param], self._kept[param].parts[param])
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
         """Return "<parameter>:<slot>" of every array."""

@@ -539,7 +539,7 @@ def test_servers_serve_until_the_workers_have_stopped(tmp_path):
 
 def test_the_progress_file_has_each_ranks_newest_step(tmp_path):
     file = ProgressFile(tmp_path / "progress", 3)
-    assert file.steps() == [None, None, None] and file.takers() == [] and file.cause() is None
+    assert file.steps() == [None, None, None] and file.takers() == [] and file.first_failure() == (None, 0)
     first, last = Progress(str(tmp_path / "progress"), 0), Progress(str(tmp_path / "progress"), 2)
     first.note_step(0)
     last.note_step(7)
@@ -570,13 +570,13 @@ def test_a_step_that_cannot_be_written_is_no_error():
     Progress("/dev/full", 0).note_step(1)
 
 
-def test_the_failure_that_no_other_has_caused_counts(tmp_path):
+def test_the_failure_nearest_to_the_cause_counts(tmp_path):
     path = tmp_path / "progress"
     file = ProgressFile(path, 3)
     path.write_bytes(RECORD.pack(4, 0, 1, 2) + RECORD.pack(4, 0, -9, 0) + RECORD.pack(4, 0, 1, 1))
-    assert file.cause() == 1
-    path.write_bytes(RECORD.pack(4, 0, 1, 2) + RECORD.pack(4, 0, 0, 0) + RECORD.pack(4, 0, 1, 1))
-    assert file.cause() is None  # both are of a rank that hangs
+    assert file.first_failure() == (1, 0)
+    path.write_bytes(RECORD.pack(4, 0, 1, 3) + RECORD.pack(4, 0, 0, 0) + RECORD.pack(4, 0, 1, 2))
+    assert file.first_failure() == (2, 2)
 
 
 def test_a_file_that_cannot_be_made_or_read_says_nothing(tmp_path):

@@ -27,6 +27,7 @@ from singa_lite.errors import OptionError
 from singa_lite.launch import one_host
 from singa_lite.launch.output import RankOutput, Sink
 from singa_lite.launch.process_names import rank_names
+from singa_lite.launch.rank_wrapper import Output
 from tests.comm.processes import (
     PATIENT,
     assert_nothing_left,
@@ -202,17 +203,44 @@ def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypa
     os.close(reader)
 
 
-def test_a_rank_whose_thread_failed_is_nearer_to_the_cause_than_those_it_aborted():
-    texts = [
-        "singa_lite.errors.CommError: rank 0: x: this rank aborted: thread 'Thread-1': ValueError: no more",
-        "singa_lite.errors.CommError: rank 1: x: rank 0 aborted: thread 'Thread-1': ValueError: no more",
-        "singa_lite.errors.CommError: rank 2: x: rank 1 died: its process ended",
-    ]
+@pytest.mark.parametrize(
+    ("text", "distance"),
+    [
+        ("{0}CommError: rank 0: x: this rank aborted: thread 'Thread-1': ValueError: no more", 0),
+        ("RuntimeError: the download was aborted: no network", 0),
+        ("{0}CheckpointError: x: fsck of disk failed: 3", 0),
+        ("{0}CommError: rank 2: x: rank 1 died: its process ended", 1),
+        ("{0}CommError: my storage server does not answer", 1),
+        ("{0}CommError: connect: thread 'loader': no file; this process does not join", 1),
+        ("{0}CheckpointError: save_job: rank 1 failed: no space", 1),
+        (
+            "{0}CommError: rank 1: x: waited 2 s for rank 0, which is stopped, too slow, or does not make this call",
+            2,
+        ),
+        ("{0}CommError: connect: not every rank of the MPI world joined within 3 s", 2),
+        (
+            "{0}CommError: shm: rank 0, /dev/shm/x: waited 2.5 s for rank 2 to start; check that all ranks run",
+            2,
+        ),
+        ("{0}CommError: shm: rank 1, /dev/shm/x: was not made by rank 0 within 1e+03 s; check that", 2),
+        ("{0}CommError: rank 1: x: rank 0 aborted: thread 'Thread-1': ValueError: no more", 3),
+    ],
+)
+def test_how_far_an_error_is_from_the_cause_is_read_in_its_last_line(text, distance):
     descriptor = os.open(os.devnull, os.O_WRONLY)
-    output = RankOutput(rank_names(3), None, descriptor, descriptor)
-    for rank, text in enumerate(texts):
-        output.feed(rank, "stderr", f"Traceback (most recent call last):\n{text}\n".encode())
-    assert [output.distance_to_cause(rank) for rank in range(3)] == [0, 2, 1]
+    output = RankOutput(rank_names(2), None, descriptor, descriptor)
+    error = text.format("singa_lite.errors.")
+    output.feed(
+        0, "stderr", f"INFO: an upload aborted: again\nTraceback (most recent call last):\n{error}\n".encode()
+    )
+    # a watchdog writes no traceback
+    output.feed(
+        1, "stderr", b"singa_lite: CommError: rank 1: not every rank of the MPI job started MPI within 3 s\n"
+    )
+    assert [output.distance_to_cause(rank) for rank in range(2)] == [distance, 2]
+    of_mpi = Output("", descriptor)
+    of_mpi.feed(2, f"Traceback (most recent call last):\n{error}\n".encode())
+    assert of_mpi.distance_to_cause == distance
     output.flush(lambda: False)
     os.close(descriptor)
 

@@ -463,6 +463,24 @@ for step in range(7):
     sgd.all_reduce(np.ones(3, np.float32))
     sgd.step()
 """
+FAILS = {  # of itself, before its first step
+    "thread": "t = threading.Thread(target=open, args=('/gone',), name='loader'); t.start(); t.join()",
+    "CommError": "raise CommError('my server does not answer')",
+    "text": "raise RuntimeError('the download was aborted: no network')",
+    "output": "print('INFO: the upload was aborted: again', file=sys.stderr); os._exit(5)",
+}
+
+
+@pytest.mark.parametrize("way", FAILS)
+def test_a_rank_that_fails_of_itself_is_left_out_whatever_it_prints(tmp_path, way):
+    text = "import threading\nfrom singa_lite.errors import CommError\n"
+    text += f"if rank == 1 and size == 3:\n    {FAILS[way]}\n"
+    options = ["--timeout", "20", "--max-restarts", "2", "--min-ranks", "2"]
+    result = run_restarting(tmp_path, text + STEPS, *options)
+    assert result.returncode == 0, result.stderr
+    assert "with 2 ranks, as rank 1 failed twice running" in result.stderr
+
+
 # the others wait for rank 0, in vain
 HANGS = "if number < 2 and rank == 0:\n    time.sleep(600)\n"
 

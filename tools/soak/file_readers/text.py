@@ -131,7 +131,7 @@ def start_progress() -> Read:
     def read(folder: Path) -> object:
         found = progress.ProgressFile(folder / "new", RANKS)
         os.replace(folder / "progress", folder / "new")
-        steps, takers, failed = found.steps(), found.takers(), found.cause()
+        steps, takers, (failed, _) = found.steps(), found.takers(), found.first_failure()
         assert len(steps) == RANKS and set(takers) <= set(range(RANKS)) and failed in (None, *range(RANKS))
         return steps, takers, failed
 
