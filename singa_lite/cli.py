@@ -30,12 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="singa-lite", description=DESCRIPTION)
+    parser.add_argument("--version", action="store_true", help="print the version of this package")
+    if words == ["--version"]:
+        from .info_command import package_version
+
+        print(package_version())
+        return 0
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     named = [COMMANDS[word] for word in words[:1] if word in COMMANDS]
     # only the one: `run` would start later by what `plan` and `info` import
     for add in named or COMMANDS.values():
         add(commands)
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        place = "; options of the script go behind it" if words[0] == "run" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{place}")
     code: int = options.action(options)
     return code
 

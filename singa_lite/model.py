@@ -218,8 +218,10 @@ class Model(Layer):
             is_layer = this_thread.model is not None and not self._has_mode
             means_to_train = self._optimizer is not None and this_thread.recording and not self._is_compiled
             if means_to_train and not (is_layer or self._has_mode):
+                needs_ranks = any(dist is self._optimizer for dist in state.dist_opts)
                 raise GraphError(
-                    f"{type(self).__name__}: call compile([inputs]) or train() before training, or eval() to evaluate"
+                    f"{type(self).__name__}: call compile([inputs]) {'' if needs_ranks else 'or train() '}before "
+                    "training, or eval() to evaluate"
                 )
             return (self.forward if is_layer else self._evaluate)(*inputs, **options)
         if this_thread.model is self:
@@ -431,11 +433,15 @@ class Model(Layer):
         """Return the records of this model and of those among its layers."""
         return [layer._records for _, layer in layers_of(self) if isinstance(layer, Model)]
 
-    def _compiled_states(self, where: str) -> dict[str, Tensor]:
+    def check_compiled(self, where: str) -> None:
+        """Raise GraphError, with the caller ``where``, if the model is not compiled yet."""
         if not self._is_compiled:
             raise GraphError(
                 f"{where}: {type(self).__name__} has no parameters yet; call compile([inputs]) first"
             )
+
+    def _compiled_states(self, where: str) -> dict[str, Tensor]:
+        self.check_compiled(where)
         return self.get_states()
 
     def devices(self) -> list[Device]:

@@ -69,13 +69,14 @@ def load_job(
         CheckpointError: on all ranks: all generations that are there are damaged; the newest whole one cannot be read
             by the system, is of another model, optimizer or sampler, or only as many ranks as saved it can go on from
             it; or with order="fixed" ranks had another number of threads. CommError: a peer has gone.
-        OptionError: an argument is of another type.
+        OptionError: an argument is of another type. GraphError: the model is not compiled yet.
     """
     check_arguments("load_job", folder, trainer, sampler)
     communicator, optimizer = parts_of(model, trainer, "load_job")
     state_of(model).wait()
 
     def find() -> Json:
+        model.check_compiled("load_job")
         agreed = {"folder": absolute("load_job", folder), "a sampler": sampler is not None}
         seeds = [device.get_random_state()[0] for device in model.devices()]
         now = stream_ids() | {DEVICES: seeds}

@@ -1072,3 +1072,13 @@ def test_a_folder_that_is_saved_to_while_it_is_read_has_a_generation(
     monkeypatch.setattr(generation, "check_regular", check)
     [found], problems = generation.find_generations(tmp_path)
     assert found.manifest.step == 5 and not problems
+
+
+def test_a_model_that_is_not_compiled_cannot_go_on_though_nothing_is_saved_yet(tmp_path: Path) -> None:
+    net = Net()
+    net.set_optimizer(opt.SGD(0.1))
+    with pytest.raises(
+        GraphError, match=r"load_job: Net has no parameters yet; call compile\(\[inputs\]\) first"
+    ):
+        checkpoint.load_job(tmp_path / "new", net)
+    assert not (tmp_path / "new").exists()

@@ -700,3 +700,17 @@ def test_a_signal_that_comes_while_ranks_are_started_starts_no_more_of_them(monk
     )
     assert len(started) == 1
     assert "ended all ranks by SIGTERM" in capfd.readouterr().err
+
+
+def test_options_of_the_script_before_its_name_are_told_where_to_go(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "-n", "2", "--dist-option", "fp16", "train.py"])
+    assert ended.value.code == 2
+    assert (
+        "unrecognized arguments: --dist-option; options of the script go behind it" in capsys.readouterr().err
+    )
+
+
+def test_the_command_line_says_its_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{info_command.package_version()}\n"
