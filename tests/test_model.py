@@ -3,6 +3,7 @@
 
 import copy
 import threading
+import warnings
 import zipfile
 from pathlib import Path
 from queue import SimpleQueue
@@ -658,3 +659,35 @@ def test_a_model_that_skips_the_base_class_is_told_so() -> None:
         AttributeError, match=r"Skips .*: its __init__ must call super\(\).__init__\(\) first"
     ):
         Skips().compile([Tensor((2, 3))])
+
+
+class Forgets(Net):
+    """Counts a step without an update, or makes it from the gradients that backward has stored."""
+
+    updates = False
+
+    def train_one_batch(self, *inputs):
+        loss = autograd.mse_loss(self.forward(inputs[0]), self.forward(inputs[0]) * 0.0)
+        loss.backward()
+        if self.updates:
+            for param in self.get_params().values():
+                self.optimizer.update(param, param.grad)
+        self.optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("is_dist", [False, True])
+def test_a_step_that_is_only_counted_is_warned_of(is_dist, use_graph):
+    for updates in (False, True):
+        net, sgd = Forgets(), opt.SGD(0.1)
+        net.updates = updates
+        net.set_optimizer(opt.DistOpt(sgd, communicator=LocalCommunicator(World())) if is_dist else sgd)
+        x = batch(0)[0]
+        net.compile([x], use_graph=use_graph)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                net(x)
+        assert any("SGD: step() only counts a step" in str(each.message) for each in caught) != updates
+        assert sgd.step_counter == 3

@@ -191,6 +191,7 @@ class Trainer:
                     mean=self.reduction == "mean",
                     allow_none=ignore_stale_grad,
                 )
+                self._optimizer.note_update()
                 self._optimizer.step()
             else:
                 self._update(self._sum_grads("step", scale, stale, ignore_stale_grad))

@@ -26,6 +26,7 @@ from ..graph.recorder import bookkeep, break_graph, guard, scalar, unrecorded
 from ..tensor import Tensor
 from ..tensor.checks import as_dtype
 from ..tensor.core import check_tensor, set_grads_fresh
+from ..users_line import warn
 from .arguments import description_of, make
 from .checks import as_pairs, check_arrays, check_not_wrapped, check_pair, check_steps, unique_names
 from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
@@ -35,8 +36,20 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 # parameters and the arrays of their gradients, all of one dtype
 UpdateGroup = tuple[Device, list[Tensor], list[Any]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
+NOT_UPDATED = (
+    "{}: step() only counts a step, and no parameter was updated since the last one, although loss.backward() has left "
+    "gradients; call optimizer(loss) instead of both, or optimizer.update(p, p.grad) for each parameter before step()"
+)
 # of Optimizer: its state and its parameters, not what it was made with
-OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "_names", "_unnamed", "slot_names")
+OWN_ATTRIBUTES = (
+    "_step_counter",
+    "_slots",
+    "_parameters",
+    "_names",
+    "_unnamed",
+    "_has_updated",
+    "slot_names",
+)
 
 
 class MomentumRule(NamedTuple):
@@ -74,6 +87,7 @@ class Optimizer:
     _inherited_methods: tuple[str, ...] = ()
     lr = ScheduleAttribute()
     _unnamed: tuple[int, ...] | None = None  # see ``unnamed``
+    _has_updated = False  # by kernels, since the last ``step``
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -262,6 +276,7 @@ class Optimizer:
         """
         check_choice("run_update", "kernel", kernel, tuple(UPDATES))
         self._guard_methods()
+        self.note_update()
         if not isinstance(pairs, BackwardPairs):
             groups = self._grouped(pairs)
             self._run_update(
@@ -341,9 +356,16 @@ class Optimizer:
         """The learning rate of the next step."""
         return self.lr(self.step_counter)
 
+    def note_update(self) -> None:
+        """Note that parameters were updated, here or by a store's optimizer, so that ``step`` ends a step."""
+        vars(self)["_has_updated"] = True
+
     def step(self) -> None:
-        """Count a step."""
+        """Count a step; warns where gradients of ``loss.backward()`` wait and no parameter was updated."""
         self._guard_methods()
+        if self.is_recordable and not self._has_updated and any(p.has_fresh_grad for p in self._parameters):
+            warn(NOT_UPDATED.format(type(self).__name__))
+        vars(self)["_has_updated"] = False
         lap("update")
         bookkeep(self._count_step)
 
