@@ -10,6 +10,7 @@ The tail of the data that fills no batch is dropped, as there; examples/train_mn
 Differs from the page where it must: the import, create_device (a GPU if there is one), autograd.training.
 """
 
+import argparse
 import multiprocessing
 import sys
 
@@ -135,12 +136,16 @@ def train_mnist_cnn(nccl_id=None, local_rank=None, world_size=None):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
+    parser = argparse.ArgumentParser(description="Train a CNN on MNIST with autograd functions")
+    parser.add_argument(
+        "world_size", type=int, nargs="?", help="processes to start; this one trains if not given"
+    )
+    world_size = parser.parse_args().world_size
+    if world_size is None:
         train_mnist_cnn()
         sys.exit()
     # Generate a rendezvous id with which the processes find each other
     nccl_id = singa.NcclIdHolder()
-    world_size = int(sys.argv[1])
     process = []
     for local_rank in range(0, world_size):
         process.append(

@@ -9,7 +9,7 @@ The tail of the data that fills no batch is dropped, as there; examples/train_mn
 Differs from the page where it must: the import, and create_device (a GPU if there is one).
 """
 
-import sys
+import argparse
 
 import numpy as np
 
@@ -145,4 +145,10 @@ def train_mnist_cnn(dist_option="fp32", spars=0.0):
 
 
 if __name__ == "__main__":
-    train_mnist_cnn(*sys.argv[1:2], *map(float, sys.argv[2:3]))
+    parser = argparse.ArgumentParser(description="Train a CNN on MNIST with a Model")
+    parser.add_argument("dist_option", nargs="?", default="fp32", help="how gradients are sent")
+    parser.add_argument(
+        "spars", type=float, nargs="?", help="of the sparse dist_options: the share or the magnitude"
+    )
+    arguments = parser.parse_args()
+    train_mnist_cnn(arguments.dist_option, arguments.spars)

@@ -11,6 +11,7 @@ namespace singa_lite {
 namespace {
 
 constexpr double kSleepS = 5e-3;      // between checks that the peers are alive
+constexpr char kClosed[] = "has closed its communicator: it ended, or made fewer calls than this rank";
 
 // Note [sleep]: a sleeper publishes in one word which counter of which rank it needs, so that nobody else and
 // no earlier value wakes it. The waker stores the counter, then reads the word; the sleeper stores the word,
@@ -121,7 +122,7 @@ void Engine::check_peers(const Await& await) {
     const std::string who = "rank " + name_of_rank(r) + " (process " + std::to_string(peer.pid.load()) + ") ";
     if (peer.presence.load(std::memory_order_acquire) == Presence::kClosed && lags()) {
       const std::string why = segment_->abort_text();
-      throw CommError(label(op) + ": " + (why.empty() ? who + "has closed its communicator" : why));
+      throw CommError(label(op) + ": " + (why.empty() ? who + kClosed : why));
     }
     if (!is_alive && lags()) throw CommError(label(op) + ": " + who + "died");
     late += (late.empty() ? "" : ", ") + name_of_rank(r);

@@ -425,7 +425,10 @@ def _why_used_up(node: Node) -> str:
             "take clone() of the result, or of what the step sets an attribute to, or compile its model with "
             "use_graph=False"
         )
-    return "backward: the record of this tensor, or a part of it, was used up by an earlier backward()"
+    return (
+        "backward: the record of this tensor, or a part of it, was used up by an earlier backward(); run the forward "
+        "pass again, or one backward() of the sum of the losses"
+    )
 
 
 def needs_scale(y: Tensor) -> bool:

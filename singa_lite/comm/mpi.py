@@ -54,6 +54,7 @@ SMALL_BYTES = 8192  # sent with the call's description; above, the worker's 50 u
 CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce
 COPY_BYTES = 1 << 30  # a count that every MPI takes (int, at most 2**31 - 1)
 LEFT = "left"  # the call of a rank that closes
+CLOSED = "has closed its communicator: it ended, or made fewer calls than this rank"
 # Of a small collective: called with the data of all ranks in rank order; of a large one: called once all agree
 Transfers = tuple[Callable[[list[Array]], None], Callable[[], None]]
 Ended = tuple[Times, bool]  # when, and whether a rank asked to stop
@@ -398,7 +399,7 @@ class MpiCommunicator(Communicator):
         where = f"rank {self.world.name_of(self.rank)}: {call.label}"
         if theirs.startswith(LEFT):
             reason = theirs.removeprefix(LEFT).strip()
-            how = f"aborted: {reason}" if reason else "has closed its communicator"
+            how = f"aborted: {reason}" if reason else CLOSED
             self._note_own_failure(not reason)
             raise CommError(f"{where}: rank {self.world.name_of(peer)} {how}")
         if theirs != call.text:

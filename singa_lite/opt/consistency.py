@@ -84,6 +84,11 @@ class Consistency:
         """Mark that states were loaded, which the ranks compare before they use them."""
         self._is_loaded, self.steps_by_hand = True, None
 
+    def optimizer_set(self) -> None:
+        """Mark that another optimizer is used, which the ranks compare as loaded states, if they have compared one."""
+        if self.names or self._by_hand:
+            self.states_loaded()
+
     def updated_by_hand(self, dist: Compared, params: Iterable[Tensor]) -> None:
         """Mark ``params``, which no call has seen, to be compared too from now on; called before they change."""
         if self.steps_by_hand not in (None, dist.opt._step_counter) and not self._communicator.is_alone:

@@ -152,8 +152,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         clip_norm = check_values(clip_norm, check_finite, check_every)
         if spars is not None:
             check_spars(spars)
+        self._opt: Optimizer | None = None
         self.opt = opt if opt is not None else SGD()
-        _check_opt(self)
         self._order, self._clip_norm = order, clip_norm
         self.places_streams = order == "fixed"
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
@@ -185,7 +185,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._thresholds: dict[Scheme, int] = {}  # this object's when a scheme was made
         self._ranks = Consistency(world, self._sums, check_every)
-        self._compared_opt = self.opt  # that the ranks have compared, or will at the next step
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
         self._inside, self._between = Traffic(), Traffic()  # of the last step
@@ -235,6 +234,21 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         scheme = _fixed_kind(kind)(self.communicator, threshold, self.bucket_bytes, self)
         scheme.num_microbatches = self.world_size * self._sums.num_batches
         return scheme
+
+    @property
+    def opt(self) -> Optimizer:  # type: ignore[override]
+        """The optimizer that is wrapped; one set later is prepared as it was, and the ranks compare theirs."""
+        assert self._opt is not None
+        return self._opt
+
+    @opt.setter
+    def opt(self, opt: Optimizer) -> None:
+        _check_opt(opt)
+        before, self._opt = self._opt, opt
+        if before is not None and opt is not before:
+            if names := before._names:
+                opt.prepare({name: param for param, name in names.items()}, {})
+            self._ranks.optimizer_set()
 
     @property
     def spars(self) -> float | DecayScheduler:
@@ -349,7 +363,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             bookkeep(self.place_streams)
 
     def place_streams(self) -> None:
-        _check_opt(self)
         first = self.opt._step_counter * self.world_size + self.communicator.rank
         devices = dict.fromkeys(param.device for param in self._ranks.names)
         begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
@@ -403,29 +416,18 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _guard_attributes(self) -> None:
         """Check what attributes were set to between steps, and have recorded steps see them."""
-        self._notice_opt()
         if type(self) is DistOpt and (added := vars(self).keys() - self._own):
             self._check_added(added)
         guard(
             (self, "attributes"),
             lambda: (
                 id(self.opt),
-                self.opt is self._compared_opt,
                 self.dist_option,
                 self.threshold,
                 self.bucket_bytes,
                 tuple(vars(self)),
             ),
         )
-
-    def _notice_opt(self) -> None:
-        """Prepare an optimizer that ``opt`` was set to as the one before it was, and have the ranks compare theirs."""
-        _check_opt(self)
-        if self.opt is not self._compared_opt:
-            if names := self._compared_opt._names:
-                self.opt.prepare({name: param for param, name in names.items()}, {})
-            self._compared_opt = self.opt
-            self._ranks.states_loaded()
 
     def _check_added(self, names: Set[str]) -> None:
         """Raise OptionError for attributes set on this object that are arguments, which nothing reads there."""
@@ -453,7 +455,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
                 order="fixed" another seed or number of threads.
         """
         self.opt.prepare(params, buffers)
-        self._compared_opt = self.opt
         if self._order == "fixed":
             threads = {"OMP_NUM_THREADS": threads_of(params.values())}
             compare(
@@ -507,7 +508,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self) -> None:
-        _check_opt(self)
         self._ranks.compare_if_loaded(self, None)
 
     def _take_names(self, params: Mapping[str, Tensor]) -> None:
@@ -645,7 +645,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
         "ranks_may_differ" is there after steps of a dist_option that does not keep the ranks' parameters equal.
         """
-        self._notice_opt()
         states = {**self.opt.get_states(), **self._sums.state_dict(self._ranks.names)}
         states |= {} if self._finite is None else self._finite.state_dict()
         states |= {MAY_DIFFER: np.array(True)} if self._ranks.may_differ else {}
@@ -660,7 +659,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             CheckpointError: the states do not fit; nothing was changed.
         """
         check_arrays("DistOpt", states)
-        self._notice_opt()
         sums, finite = ({k: states[k] for k in states if k.startswith(prefix)} for prefix in (PREFIX, FINITE))
         self._schemes.check_states(
             states,
@@ -687,12 +685,12 @@ def round_bf16(array: Any) -> None:
     LocalCommunicator(World()).all_reduce(array, "sum", wire_dtype="bfloat16", name="bfloat16").wait()
 
 
-def _check_opt(dist: DistOpt) -> None:
-    """Raise OptionError unless what ``dist`` wraps is an optimizer, and no DistOpt."""
-    if isinstance(dist.opt, DistOpt):
+def _check_opt(opt: object) -> None:
+    """Raise OptionError unless ``opt`` is an optimizer, and no DistOpt."""
+    if isinstance(opt, DistOpt):
         raise OptionError("DistOpt: opt is a DistOpt already; give the optimizer itself, for example SGD()")
-    if not isinstance(dist.opt, Optimizer):
-        raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(dist.opt).__name__}")
+    if not isinstance(opt, Optimizer):
+        raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
 
 
 def _fixed_kind(kind: type[Scheme]) -> type[FixedOrder]:

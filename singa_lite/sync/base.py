@@ -36,6 +36,7 @@ from ..graph.clock import lap
 from ..graph.recorder import break_graph, scalar, unrecorded
 from ..tensor import Tensor
 from .state import ParamState, Slot
+from .step_groups import StepGroups
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
@@ -129,6 +130,7 @@ class Scheme:
         slots: the arrays that the scheme keeps for each parameter, by name (state.py).
         inside, between: what the last step sent within and between hosts, where the scheme distinguishes them.
         state: these arrays.
+        groups: the groups of ranks that its steps exchange in, where it makes some, or None.
         options: the options of the step that runs.
 
     Args:
@@ -165,6 +167,7 @@ class Scheme:
         self.bucket_bytes = bucket_bytes
         self.optimizer = optimizer
         self.state = ParamState(self.slots)
+        self.groups: StepGroups | None = None
         self.options: Any = self.Options()  # Any: each scheme has a class of its own
         self._options_text = ""  # of the step that runs, see Note [options in names]
         self._read: Callable[[], StepContext] = lambda: StepContext(self.options, 0, optimizer)
@@ -260,6 +263,8 @@ class Scheme:
     def follow(self, read: Callable[[], StepContext]) -> None:
         """Set ``read``, by which ``now`` reads the step that runs; called at the beginning of every replay, too."""
         self._read = read
+        if self.groups is not None:
+            self.groups.begin()
 
     def add_gradient(self, param: Tensor, grad: Tensor) -> None:
         """Add one gradient, whose memory is the scheme's from now on; may start collectives, waits for tiny ones."""

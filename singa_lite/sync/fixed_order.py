@@ -10,7 +10,6 @@ and every sum is rounded, wherever it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,9 +18,9 @@ from ..comm.base import Communicator
 from ..errors import DTypeError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
-from .base import StepContext, scale_in_place
+from .base import scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange
-from .step_groups import StepGroups
+from .step_groups import StepGroups, uncounted
 
 
 class FixedOrder(BucketedSync):
@@ -40,7 +39,6 @@ class FixedOrder(BucketedSync):
         super().__init__(*arguments)
         # a group of two for each level, the lowest first
         self._pairs_of_ranks: list[Communicator] | None = None
-        self._groups: StepGroups | None = None
 
     @classmethod
     def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
@@ -49,14 +47,9 @@ class FixedOrder(BucketedSync):
                 f"order='fixed': {names} is {dtype}; only float32 gradients are summed in fixed order"
             )
 
-    def follow(self, read: Callable[[], StepContext]) -> None:
-        super().follow(read)
-        if self._groups is not None:
-            self._groups.begin()
-
     def exchange(self, bucket: Bucket) -> Exchange:
         if self._pairs_of_ranks is None:
-            with unrecorded():
+            with unrecorded(), uncounted(self.communicator):
                 self._pairs_of_ranks = self._make_groups()
         for group in self._pairs_of_ranks:
             yield group.all_reduce(bucket.flat, "sum", wire_dtype=self.wire_dtype, name=bucket.name)
@@ -66,7 +59,6 @@ class FixedOrder(BucketedSync):
         size, rank, groups = self.communicator.size, self.communicator.rank, list[Communicator]()
         if size == 2:
             return [self.communicator]
-        before = self.communicator.traffic.copy()
         level = 1
         while level < size:
             for low in (each for each in range(size) if not each & level):
@@ -75,13 +67,12 @@ class FixedOrder(BucketedSync):
                     assert group is not None
                     groups.append(group)
             level *= 2
-        self.communicator.traffic = before  # how groups are made is no part of the step
-        self._groups = StepGroups(self.communicator, groups)
+        self.groups = StepGroups(self.communicator, groups)
         return groups
 
     def after_update(self, params: list[Tensor]) -> None:
-        if self._groups is not None:
-            bookkeep(self._groups.count)
+        if self.groups is not None:
+            bookkeep(self.groups.count)
 
 
 class FixedOrderBf16(FixedOrder):

@@ -23,7 +23,7 @@ from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
 from .base import Scheme, StepContext, scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange, Soon
-from .step_groups import StepGroups
+from .step_groups import StepGroups, uncounted
 from .text import DistOption, read_dist_option
 
 
@@ -62,7 +62,6 @@ class Hierarchical(BucketedSync):
         self._weight = 1.0  # see Note [weights]
         self._ready: list[Bucket] = []  # of this step, averaged within the host
         self._num_fed = 0  # of them, that the outer scheme has
-        self._groups: StepGroups | None = None
         self.inside, self.between = Traffic(), Traffic()
         self._loaded: tuple[str, dict[str, np.ndarray], dict[Tensor, str]] | None = None
 
@@ -71,10 +70,8 @@ class Hierarchical(BucketedSync):
     def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
         super().begin(step, read)
         if self._inner is None:
-            before = self.communicator.traffic.copy()
-            with unrecorded():
+            with unrecorded(), uncounted(self.communicator):
                 self._join_hosts(step.options.outer)
-            self.communicator.traffic = before  # how the ranks find their hosts is no part of the step
         if read_dist_option(step.options.outer).scheme is not self._kind:
             raise OptionError(
                 f"hierarchical: outer = {step.options.outer!r}, but it began with {self._text!r}; make another DistOpt"
@@ -88,8 +85,6 @@ class Hierarchical(BucketedSync):
 
     def follow(self, read: Callable[[], StepContext]) -> None:
         super().follow(read)
-        if self._groups is not None:
-            self._groups.begin()
         if self._outer is not None:
             self._outer.follow(lambda: _outer_step(read()))
 
@@ -118,7 +113,7 @@ class Hierarchical(BucketedSync):
         self._weight = inner.size * num_hosts / self.communicator.size
         self._inner, self._loaded = inner, None
         self._kind, self._text = kind, text
-        self._groups = StepGroups(self.communicator, [each for each in (inner, between) if each is not None])
+        self.groups = StepGroups(self.communicator, [each for each in (inner, between) if each is not None])
 
     def check(self, bucket: Bucket) -> None:
         assert self._kind is not None
@@ -165,8 +160,8 @@ class Hierarchical(BucketedSync):
 
     def _count(self) -> None:
         """Count what both communicators have sent as this scheme's."""
-        assert self._groups is not None
-        self.inside, self.between = [*self._groups.count(), Traffic()][:2]
+        assert self.groups is not None
+        self.inside, self.between = [*self.groups.count(), Traffic()][:2]
 
     def graph_key(self) -> Hashable:
         return None if self._outer is None else self._outer.graph_key()

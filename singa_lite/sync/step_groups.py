@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ..comm.base import Communicator
 from ..comm.work import Traffic
@@ -34,3 +35,11 @@ class StepGroups:
         for traffic in sent:
             self._communicator.traffic.add(traffic)
         return sent
+
+
+@contextmanager
+def uncounted(communicator: Communicator) -> Iterator[None]:
+    """Leave what is sent inside out of the traffic of ``communicator``: making groups is no part of a step."""
+    before = communicator.traffic.copy()
+    yield
+    communicator.traffic = before

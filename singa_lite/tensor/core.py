@@ -251,7 +251,9 @@ class Tensor:
     def item(self) -> Number:
         """Return the value of a one-element tensor as a Python number."""
         if self.size() != 1:
-            raise ShapeError(f"item: shape {self.shape} has more than one element")
+            raise ShapeError(
+                f"item: shape {self.shape} has {self.size()} elements, not one; index it, or take mean()"
+            )
         return _python_number(to_numpy(self).reshape(()))
 
     __hash__ = object.__hash__  # by identity: a Tensor can be a dict key, though == compares elements

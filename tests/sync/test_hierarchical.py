@@ -69,7 +69,7 @@ def several_steps(communicator: Any, hosts: str, outer: str) -> list[tuple[Any, 
                 (sent.bytes_sent, scheme.inside.bytes_sent, scheme.between.bytes_sent),
             )
         )
-    for group in scheme._groups._before:
+    for group in scheme.groups._before:
         group.close()
     del os.environ["SINGA_LITE_HOST"]
     return log
