@@ -417,7 +417,8 @@ class Communicator(ABC):
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> Work:
         """Start a collective on checked arrays; ``out`` is ``array`` where it is in place.
 
-        ``scale`` is what values are multiplied by on the wire, see ``all_reduce``.
+        It may wait for the peers only with arrays of a few KB: ranks start larger collectives, and compute, before they
+        wait for the first. ``scale`` is what values are multiplied by on the wire, see ``all_reduce``.
         """
 
     def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:

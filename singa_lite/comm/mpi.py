@@ -20,7 +20,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from .. import _native
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
 from .codes import codes_of
+from .combine import combine
 from .error_stream import sendable
 from .flight_recorder import WARN_SHARE, FileRecorder, is_recording, title_of
 from .host import this_host
@@ -514,24 +515,6 @@ class _Transfer(Work):
 
     def _is_asked_to_stop(self) -> bool | None:
         return self._is_asked
-
-
-def combine(rows: Sequence[Array], op: ReduceOp | None) -> Array:
-    """Combine equal-shaped ``rows`` in their order; NaN wins in "max" and "min".
-
-    float16 and bfloat16 (wire.py) are combined in float32. Writes over rows[0] and returns it, unless that is
-    narrow or read-only.
-    """
-    dtype = rows[0].dtype
-    total = widen(rows[0])
-    total = total if total.flags.writeable else total.copy()
-    steps: dict[str | None, Any] = {"max": np.maximum, "min": np.minimum}
-    step = steps.get(op, np.add)
-    for row in rows[1:]:
-        step(total, widen(row), out=total)
-    if op == "mean":
-        total /= len(rows)
-    return narrow(total, dtype)
 
 
 def _bytes(flat: Array) -> list[Any]:

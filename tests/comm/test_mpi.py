@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from singa_lite.comm import mpi
-from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES, combine
+from singa_lite.comm.combine import combine
+from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES
 from singa_lite.errors import CommError
 from tests.comm.processes import assert_nothing_left, at_once, run_command, wait_until, write_script
 from tests.limits import LIMIT_S

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport is one file in comm/: nothing else of the package names it."""
+"""A transport is one file in comm/, such as sockets.py here: nothing else of the package names it."""
 
 from __future__ import annotations
 
@@ -16,49 +16,71 @@ from tests.comm.processes import LIMIT_S, PATIENT, fresh_environment
 
 PACKAGE = Path(singa_lite.__file__).parent
 TESTS = Path(__file__).parents[1]
-# its ranks find each other as shm's do; add a new way of moving data here
-TOY = """
-from .shm import ShmCommunicator
-
-class ToyCommunicator(ShmCommunicator):
-    transport = "toy"
-
-    @classmethod
-    def describe(cls):
-        return "works: for tests"
-"""
 USE = """
 import numpy as np
 import singa_lite.comm.rendezvous
+from singa_lite import autograd, layer, model, opt
+from singa_lite.errors import CommError
+from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 from tests.comm.test_contract import WORLDS, run_facts
 from singa_lite.comm.base import World
 from singa_lite.comm.rendezvous import connect
 
 def connected(world):
-    communicator = connect(World(world.rank, world.size, world.rank, world.size, world.rendezvous_id, "toy"))
+    communicator = connect(World(world.rank, world.size, world.rank, world.size, world.rendezvous_id, "sockets"))
     facts = run_facts(communicator)
     communicator.close()
     return type(communicator.host).__name__, facts
 
-def summed(communicator):
-    array = np.full(3, communicator.rank + 1.0)
-    communicator.all_reduce(array, "sum").wait()
-    return type(communicator).__name__, array[2]
+def trained(communicator, option, use_graph):
+    net = Net()
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator, dist_option=option))
+    draw = np.random.default_rng(communicator.rank)
+    x, y = (Tensor(data=draw.standard_normal((4, 3)).astype(np.float32)) for _ in range(2))
+    net.compile([x], is_train=True, use_graph=use_graph)
+    for _ in range(4):
+        x.copy_from_numpy(draw.standard_normal((4, 3)).astype(np.float32))
+        net(x, y)
+    values = b"".join(to_numpy(param).tobytes() for param in net.get_params().values())
+    return values, net.optimizer.bytes_sent, bool(net.graph_info())
+
+class Net(model.Model):
+    def __init__(self):
+        super().__init__()
+        self.linear = layer.Linear(3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def train_one_batch(self, x, y):
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+def differs_on_rank_1(communicator):
+    try:
+        communicator.all_reduce(np.ones(5), "max" if communicator.rank == 1 else "sum").wait()
+    except CommError as error:
+        return str(error)
 
 if __name__ == "__main__":  # the ranks load this file too
-    assert [size for word, size in WORLDS if word == "toy"] == [1, 2, 3, 4], WORLDS
+    assert [size for word, size in WORLDS if word == "sockets"] == [1, 2, 3, 4], WORLDS
     for name, facts in run_ranks(connected, 3, transport="none"):
-        assert name == "ToyCommunicator" and len(facts) > 20, (name, facts)
+        assert name == "SocketCommunicator" and len(facts) > 20, (name, facts)
         assert not any(facts.values()), [text for text in facts.values() if text]
-    for name, total in run_ranks(summed, 2, transport="toy"):
-        assert (name, total) == ("ToyCommunicator", 3.0)
+    for option in ("fp32", "fp16", "sparseTopK", "powerSGD", "localSGD:2", "hierarchical:sign"):
+        here, there = (run_ranks(trained, 3, option, True, transport=word) for word in ("sockets", "shm"))
+        eager = run_ranks(trained, 3, option, False, transport="sockets")
+        assert here == there and [each[:2] for each in eager] == [each[:2] for each in here], option
+        assert len({values for values, *_ in here}) == 1 and here[0][1] > 0 and here[0][2], option
+    assert all("the ranks disagree" in text for text in run_ranks(differs_on_rank_1, 3, transport="sockets"))
     print("all facts hold")
 """
 
 
 @pytest.fixture
-def package_with_toy(tmp_path):
+def package_with_sockets(tmp_path):
     """A folder with the tests and a copy of the package, made of links, in which comm/ has one file more."""
     for source, folder in (
         (PACKAGE, tmp_path / "singa_lite"),
@@ -68,7 +90,7 @@ def package_with_toy(tmp_path):
         for entry in source.iterdir():
             if entry.name not in ("comm", "__pycache__"):
                 (folder / entry.name).symlink_to(entry)
-    (tmp_path / "singa_lite" / "comm" / "toy.py").write_text(TOY)
+    (tmp_path / "singa_lite" / "comm" / "sockets.py").symlink_to(Path(__file__).with_name("sockets.py"))
     (tmp_path / "tests").symlink_to(TESTS)
     return tmp_path
 
@@ -81,16 +103,16 @@ def run_with(folder, *arguments):
     )
 
 
-def test_a_file_in_the_folder_is_a_transport_that_keeps_the_contract(package_with_toy):
-    script = package_with_toy / "use.py"
+def test_a_file_in_the_folder_is_a_transport_that_keeps_the_contract(package_with_sockets):
+    script = package_with_sockets / "use.py"
     script.write_text(USE)
-    result = run_with(package_with_toy, str(script))
+    result = run_with(package_with_sockets, str(script))
     assert (result.returncode, result.stdout) == (0, "all facts hold\n"), result.stderr
 
 
-def test_a_file_in_the_folder_is_a_row_of_info(package_with_toy):
-    result = run_with(package_with_toy, "-c", PATIENT, "info")
-    assert "\ntransport toy    works: for tests\n" in result.stdout, result.stdout + result.stderr
+def test_a_file_in_the_folder_is_a_row_of_info(package_with_sockets):
+    result = run_with(package_with_sockets, "-c", PATIENT, "info")
+    assert "\ntransport sockets works: for tests\n" in result.stdout, result.stdout + result.stderr
 
 
 def test_every_transport_says_whether_it_works():
