@@ -152,8 +152,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         clip_norm = check_values(clip_norm, check_finite, check_every)
         if spars is not None:
             check_spars(spars)
-        self._opt: Optimizer | None = None
-        self.opt = opt if opt is not None else SGD()
+        self._opt = opt if opt is not None else SGD()
+        _check_opt(self._opt)
         self._order, self._clip_norm = order, clip_norm
         self.places_streams = order == "fixed"
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
@@ -238,14 +238,13 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     @property
     def opt(self) -> Optimizer:  # type: ignore[override]
         """The optimizer that is wrapped; one set later is prepared as it was, and the ranks compare theirs."""
-        assert self._opt is not None
         return self._opt
 
     @opt.setter
     def opt(self, opt: Optimizer) -> None:
         _check_opt(opt)
         before, self._opt = self._opt, opt
-        if before is not None and opt is not before:
+        if opt is not before:
             if names := before._names:
                 opt.prepare({name: param for param, name in names.items()}, {})
             self._ranks.optimizer_set()
@@ -314,7 +313,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             self._update(scheme, given, gradients, loss.device)
             return
         pairs = list(gradients)
-        if self._finite.may_update(pairs, self._ranks.names, lambda: self.opt._step_counter):
+        if self._finite.may_update(pairs, self._ranks.names, lambda: self._opt._step_counter):
             self._update(scheme, given, pairs, loss.device)
         self._finite.end_update()
 
@@ -335,7 +334,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         if self._clip_norm is not None and not has_clip(type(scheme)):
             clip_gradients([grad for _, grad in pairs], self._clip_norm)
         takes_momentum = scheme.takes_momentum(scheme.options)
-        (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
+        (self._opt.update_velocity if takes_momentum else self._opt.update_pairs)(pairs)
         lap("update")
         scheme.end([param for param, _ in pairs])
         self._sums.end()
@@ -363,7 +362,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             bookkeep(self.place_streams)
 
     def place_streams(self) -> None:
-        first = self.opt._step_counter * self.world_size + self.communicator.rank
+        first = self._opt._step_counter * self.world_size + self.communicator.rank
         devices = dict.fromkeys(param.device for param in self._ranks.names)
         begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
 
@@ -390,7 +389,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def _begin(self, scheme: Scheme, given: dict[str, Option]) -> None:
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
         # of this call, if a recorded step has several
-        offset = steps_since_start(self.opt, self.opt._step_counter)
+        offset = steps_since_start(self._opt, self._opt._step_counter)
         guard_ahead(self, offset, partial(self._step_options.structure, self, scheme, given))
         guard(scheme, scheme.graph_key)
         read = partial(self._step_options.step, self, type(scheme), given)
@@ -410,7 +409,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         """Note what the step has sent and how long it took, and whether to stop, at replays too."""
         self._end_measuring(is_timed)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
-        self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
+        self._stop.end_step(self._opt._step_counter + 1)  # this one is about to be counted
         self._ranks.steps_by_hand = None
         self._ranks.may_differ |= not scheme.keeps_equal
 
@@ -421,7 +420,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         guard(
             (self, "attributes"),
             lambda: (
-                id(self.opt),
+                id(self._opt),
                 self.dist_option,
                 self.threshold,
                 self.bucket_bytes,
@@ -431,7 +430,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _check_added(self, names: Set[str]) -> None:
         """Raise OptionError for attributes set on this object that are arguments, which nothing reads there."""
-        if of_opt := sorted(names & {*argument_names(type(self.opt))}):
+        if of_opt := sorted(names & {*argument_names(type(self._opt))}):
             raise OptionError(
                 f"DistOpt: {', '.join(of_opt)} was set on the DistOpt, where nothing reads it; set that of dist.opt"
             )
@@ -454,7 +453,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             CommError: a rank has other names, shapes or dtypes, or another optimizer or number of steps made; with
                 order="fixed" another seed or number of threads.
         """
-        self.opt.prepare(params, buffers)
+        self._opt.prepare(params, buffers)
         if self._order == "fixed":
             threads = {"OMP_NUM_THREADS": threads_of(params.values())}
             compare(
@@ -529,7 +528,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             self._check_sent()
             self._compare_if_loaded()
             self._ranks.compare_by_hand(self)
-        self.opt.step()
+        self._opt.step()
         if scheme is None:
             bookkeep(self._end_step)
         if self._ranks.check_every is not None:
@@ -538,12 +537,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def _end_step(self) -> None:
         """End a step that was made by hand."""
         self._ranks.steps_by_hand = None
-        self._stop.end_step(self.opt._step_counter)
+        self._stop.end_step(self._opt._step_counter)
 
     def update_velocity(self, pairs: Pairs) -> None:
         self._check_by_hand()
         self._guard_attributes()
-        self.opt.update_velocity(pairs)
+        self._opt.update_velocity(pairs)
 
     @property
     def num_calls(self) -> int:
@@ -587,7 +586,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}
         own["check_finite"] = None if self._finite is None else self._finite.mode
         own |= {THREADS: threads_of(self._ranks.names)} if self._order == "fixed" else {}
-        return {**self.opt.settings(), **own}
+        return {**self._opt.settings(), **own}
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise OptionError(
@@ -607,7 +606,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         given |= {} if self._clip_norm is None else {"clip_norm": self._clip_norm}
         options = "".join(f", {name}={value!r}" for name, value in given.items())
         return (
-            f"DistOpt({self.opt!r}, dist_option={self.dist_option!r}{options}, world_size={self.world_size})"
+            f"DistOpt({self._opt!r}, dist_option={self.dist_option!r}{options}, world_size={self.world_size})"
         )
 
     def update_all(self, pairs: Pairs) -> None:
@@ -617,7 +616,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes.check_velocity(None)
         self._guard_attributes()
         self._ranks.updated_by_hand(self, [param for param, _ in pairs])
-        self.opt.update_pairs(pairs)
+        self._opt.update_pairs(pairs)
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """Update by a gradient that is a sum over the ranks: it is divided by world_size, in place."""
@@ -628,7 +627,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._guard_attributes()
         self._ranks.updated_by_hand(self, [param])
         grad /= self.world_size
-        self.opt.update(param, grad)
+        self._opt.update(param, grad)
 
     def _check_by_hand(self) -> None:
         """Raise OptionError where an option promises what updates by hand do not do."""
@@ -645,7 +644,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
         "ranks_may_differ" is there after steps of a dist_option that does not keep the ranks' parameters equal.
         """
-        states = {**self.opt.get_states(), **self._sums.state_dict(self._ranks.names)}
+        states = {**self._opt.get_states(), **self._sums.state_dict(self._ranks.names)}
         states |= {} if self._finite is None else self._finite.state_dict()
         states |= {MAY_DIFFER: np.array(True)} if self._ranks.may_differ else {}
         return states | self._schemes.state_dict(self._ranks.names)
@@ -668,7 +667,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._sums.check_states(sums, self._ranks.names)
         if self._finite is not None:
             self._finite.check_states(finite)
-        self.opt.set_states(
+        self._opt.set_states(
             {k: v for k, v in states.items() if not k.startswith((SYNC, PREFIX, FINITE, MAY_DIFFER))}
         )
         self._ranks.may_differ = MAY_DIFFER in states
