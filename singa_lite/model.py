@@ -142,15 +142,16 @@ class Model(Layer):
         except BaseException:
             self._precision = before
             raise
-        self._name_parameters()
+        self.name_parameters()
+        self._prepare()
         self._is_compiled = True
         self.train(is_train)
         self.graph(use_graph, sequential)
 
-    def _name_parameters(self) -> None:
+    def name_parameters(self) -> None:
+        """Give each parameter its path as name; done by ``compile``, and as backward begins where a step made some."""
         for name, param in self.get_params().items():  # as an optimizer does that is set later or never
             param.name = name
-        self._prepare()
 
     def _prepare(self) -> None:
         """Give the parameters to the optimizer, if it has none."""
@@ -266,7 +267,8 @@ class Model(Layer):
         def begin_backward() -> None:  # of several in the step, a later one may have other layers behind it
             if self._prepared != frozenset(map(id, self.get_params().values())):
                 self._prepared = None
-            self._name_parameters()
+            self.name_parameters()
+            self._prepare()
 
         before, this_thread.before_backward = this_thread.before_backward, begin_backward
         try:

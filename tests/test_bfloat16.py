@@ -105,3 +105,47 @@ def test_what_does_not_take_bfloat16_says_so(tmp_path) -> None:  # type: ignore[
         net.save_states(tmp_path / "file", {"extra": values})
     with pytest.raises((DTypeError, CommError), match="bfloat16"):
         LocalCommunicator(World()).all_reduce(values, "sum")
+
+
+class Dynamic(Model):
+    """A convolution whose weights, and with them a bias, the step computes in bfloat16."""
+
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        draw = np.random.default_rng(6)
+        self.w = Tensor(data=draw.standard_normal((8, 16)), dtype="float32", stores_grad=True)
+        self.mix = Tensor(data=draw.standard_normal((16, 16)), dtype="float32", stores_grad=True)
+        self.b = Tensor(data=draw.standard_normal((8, 8)), dtype="float32", stores_grad=True)
+        self.has_bias = has_bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = autograd.reshape(autograd.matmul(self.w, self.mix), (8, 4, 2, 2))
+        b = autograd.reshape(autograd.matmul(self.b, self.b)[0], (8,)) if self.has_bias else None
+        y = autograd.relu(autograd.conv2d(x, w, b, padding=1))
+        return autograd.conv2d(y, autograd.reshape(autograd.matmul(self.w, self.mix), (4, 8, 2, 2)))
+
+    def train_one_batch(self, x: Tensor) -> Tensor:
+        loss = autograd.reduce_mean(self.forward(x) ** 2, None, 0)
+        self.optimizer(loss)
+        return loss
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_convolution_by_weights_that_the_step_computes_is_recorded_as_it_is_eagerly(
+    precision: str, has_bias: bool
+) -> None:
+    found = []
+    for use_graph in (False, True):
+        net, draw = Dynamic(has_bias), np.random.default_rng(7)
+        net.set_optimizer(opt.SGD(1e-4))
+        x = Tensor(data=draw.standard_normal((6, 4, 5, 5)), dtype="float32")
+        net.compile([x], use_graph=use_graph, precision=precision)
+        losses = []
+        for _ in range(4):
+            x.copy_from_numpy(draw.standard_normal((6, 4, 5, 5)).astype("float32"))
+            losses.append(float(net(x)))
+        assert all(info.break_reason is None for info in net.graph_info())
+        found.append((losses, *map(to_numpy, net.get_params().values())))
+    for eager, recorded in zip(*found, strict=True):
+        np.testing.assert_allclose(recorded, eager, rtol=2e-2 if precision == "bf16" else 1e-4, atol=1e-4)

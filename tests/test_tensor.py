@@ -293,7 +293,7 @@ def test_one_element_is_a_number_for_python() -> None:
     assert (int(t), float(t), f"{t:.1f}", f"{t}") == (2, 2.75, "2.8", str(t))
     assert f"{Tensor(data=[7]):03d}" == "007"
     for call in (int, float, "{:.1f}".format):
-        with pytest.raises(ShapeError, match="elements, not one; index it, or take mean"):
+        with pytest.raises(ShapeError, match="elements, not one; choose one by an index"):
             call(Tensor((2,)))
     with pytest.raises(OptionError, match="format: expected text, not ndarray"):
         Tensor((1,)).__format__(np.zeros(2))  # type: ignore[arg-type]
@@ -456,6 +456,13 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: tensor.concatenate([t(2, 3), t(2, 2)], 0), ShapeError, "must agree but for axis 0"),
     (lambda: tensor.axpy(1.0, t(3), t(2)), ShapeError, "do not broadcast"),
     (lambda: tensor.copy_data_to_from(t(2), t(3), 3), ShapeError, "are not in 2"),
+    (lambda: t(2).copy_data(t(3)), ShapeError, r"shape \(3,\) does not fit into \(2,\)"),
+    (lambda: t(2).copy_data(t(2).as_type("int")), DTypeError, "copy_data: int32 does not fit into float32"),
+    (
+        lambda: setattr(a := t(2), "data", a.as_type("int").data),
+        DTypeError,
+        "cannot replace float32 by int32",
+    ),
     (lambda: tensor.copy_data_to_from(t(2), t(3), 1, -1), ShapeError, "are not in 2"),
     (lambda: tensor.copy_from_numpy(t(2), [1.0]), ShapeError, "do not fit"),
     (lambda: tensor.uniform(0, 1, t(2, dtype="int32")), DTypeError, "needs a float"),

@@ -160,7 +160,7 @@ class Autocast:
             )
         if rule in ("float32", "widest"):
             return self.widen(name, inputs, always=rule == "float32")
-        for tensor in inputs:
+        for tensor in () if op.takes_any_float else inputs:
             self._check(name, tensor)
         if rule == "keep":
             return inputs

@@ -33,6 +33,7 @@ from ..graph.clock import begin_step, lap
 from ..graph.memory import Memory
 from ..tensor import Tensor
 from ..tensor.core import check_alike, check_tensor
+from ..tensor.tracked import is_tracked
 from .results import as_array, check_gradients, row_major_copies
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
@@ -198,11 +199,13 @@ class Operator:
         autocast: the rule by which its inputs are cast inside ``autocast`` (Note [rules] in autocast.py); with None it
             cannot be called there.
         autocast_inputs: how many inputs the rule "low" is about, the first ones; None: all.
+        takes_any_float: whether ``autocast`` lets it take floats that no rule covers, too.
     """
 
     is_recordable: ClassVar[bool] = True
     autocast: ClassVar[Literal["low", "float32", "widest", "keep"] | None] = None
     autocast_inputs: int | None = None
+    takes_any_float: ClassVar[bool] = False
     _is_own: ClassVar[bool] = False  # a script's own
 
     def __init_subclass__(cls, **arguments: object) -> None:
@@ -289,11 +292,6 @@ def _made_by(op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> Node
         if source is not None and not (isinstance(source, tuple) and source[0].is_replayed):
             return node
     return next(source[0] for source in node.sources if isinstance(source, tuple))
-
-
-def is_tracked(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` can get a gradient: it was recorded, or is a leaf that stores its gradient."""
-    return tensor.creator is not None or (tensor.stores_grad and tensor.requires_grad)
 
 
 def common_device(where: str, tensors: tuple[Tensor, ...]) -> Device:
@@ -388,6 +386,9 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     assert y.creator is not None
     if this_thread.before_backward is not None:
         this_thread.before_backward()
+    elif this_thread.has_new_layers and this_thread.model is not None:
+        this_thread.has_new_layers = False
+        this_thread.model.name_parameters()
     nodes = nodes_behind(y.creator)
     used = next((node for node in nodes if node.context is None), None)
     if used is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..dtypes import is_narrow
 from ..graph.memory import Memory, View
 from ..graph.nodes import Host, Kernel, Node
 
@@ -101,7 +102,8 @@ class _Layout:
     def _convolution(self, call: Kernel) -> None:
         x, w, y, geometry = _of_convolution(call)
         wanted = None
-        if self._accepts(x) and all(map(_is_image, (x, y))) and _is_row_major(call):
+        is_known = _is_row_major(call) and has_wide_rest(call, x)
+        if is_known and self._accepts(x) and all(map(_is_image, (x, y))):
             has_bias = len(call.inputs) == 3 or isinstance(call.out, tuple)
             wanted = self._conv_formats(
                 call.name, x.shape, w.shape, y.shape, has_bias, dtype=x.dtype, **geometry
@@ -201,6 +203,15 @@ def _of_convolution(call: Kernel) -> tuple[View, View, View, dict[str, Any]]:
     if call.name == "conv2d_backward_data":
         return call.out, call.inputs[1], call.inputs[0], geometry
     return call.inputs[1], call.outputs[0], call.inputs[0], geometry
+
+
+def has_wide_rest(call: Kernel, x: View) -> bool:
+    """Whether a convolution of 16 bits has its bias, or writes its weights' and its bias's gradients, in float32.
+
+    Compiled ones take no other; weights or a bias that the step has computed have 16 bits, and so have their gradients.
+    """
+    rest = call.outputs if call.name == "conv2d_backward_weight" else call.inputs[2:]
+    return not is_narrow(x.dtype) or all(view.dtype == "float32" for view in rest)
 
 
 def _changeable(calls: Sequence[Node]) -> dict[Memory, View]:

@@ -283,7 +283,7 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         try:
             self.initialize(*inputs, **options)
-            self._is_initialized = True
+            self._is_initialized = this_thread.has_new_layers = True
             return forward(self, *inputs, **options)
         except BaseException:
             if makes_parameters:

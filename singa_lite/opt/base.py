@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -112,6 +112,16 @@ class Optimizer:
         self._slots: dict[Tensor, dict[str, Tensor]] = {}
         self._parameters: list[Tensor] = []
         self._names: dict[Tensor, str] = {}  # of those that ``prepare`` was given
+
+    if not TYPE_CHECKING:  # mypy would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
+            kind = type(self).__name__
+            if "_slots" not in vars(self):
+                raise AttributeError(
+                    f"{kind} has no attribute {name!r}: its __init__ must call super().__init__(lr) first"
+                )
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     @property
     def step_counter(self) -> int:

@@ -10,6 +10,7 @@ from ..dtypes import is_float, is_narrow
 from ..errors import DTypeError, ShapeError
 from .checks import as_axes, broadcast_shape
 from .core import Number, Tensor, check_alike, check_tensor, float32, number_array
+from .tracked import warn_if_recorded
 
 
 def check_floats(where: str, t: Tensor) -> None:
@@ -61,6 +62,8 @@ def run(
 
 def elementwise(kernel: str, t: Tensor, floats: bool = False) -> Tensor:
     (check_floats if floats else check_tensor)(kernel, t)
+    if kernel not in ("ceil", "sign"):  # their gradient is 0
+        warn_if_recorded(kernel, t)
     return run(kernel, t, t.array, shape=t.shape)
 
 
@@ -68,6 +71,7 @@ def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor 
     like = lhs if isinstance(lhs, Tensor) else rhs
     check_tensor(kernel, like)
     assert isinstance(like, Tensor)
+    warn_if_recorded("eltwise_mult" if kernel == "mul" else kernel, lhs, rhs)
     if kernel in ("div", "pow"):
         check_floats(kernel, like)
     if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
@@ -86,6 +90,7 @@ def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor 
 
 def reduce(kernel: str, t: Tensor, axis: int | None, out: Tensor | None) -> Tensor:
     check_tensor(kernel, t)
+    warn_if_recorded("average" if kernel == "mean" else kernel, t)
     axes = as_axes(kernel, axis, t.ndim())
     shape = tuple(size for index, size in enumerate(t.shape) if index not in axes)
     return run(kernel, t, t.array, shape=shape, ret=out, axes=axes, keepdims=False)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor: a typed array on a device. Its checks are in checks.py, functions of several tensors in functions.py.
 
-``a + b``, ``a @ b`` and their kin call OPERATORS, a table that autograd fills, and are differentiable. All else
-works on the values alone and is not recorded. Names and defaults are SINGA's; where they differ the docstring
-says so. ``backward``, which is not SINGA's, is reached through the same table.
+``a + b``, ``a @ b`` and their kin call OPERATORS, a table that autograd fills, and are differentiable. All else but
+what Note [tracked] names works on the values alone and is not recorded. Names and defaults are SINGA's; where they
+differ the docstring says so. ``backward``, which is not SINGA's, is reached through the same table.
+
+Note [tracked]: ``reshape``, ``transpose``, ``T`` and ``as_type`` to a float are the recorded operators of autograd in
+training where the tensor is a parameter or was recorded, or gradients would be lost (SINGA's are never recorded). Else
+the result is a leaf. ``clone`` and ``copy`` are always leaves.
 
 Note [in place]: in-place forms (``a += b``, the fillers, ``copy_from_numpy``, ``copy_data``) change values that a
 forward pass may have kept for its backward. Between the two, leave the tensors of that pass alone: after
@@ -45,6 +49,7 @@ from .checks import (
     product,
     resolve_shape,
 )
+from .tracked import is_tracked, warn_if_recorded
 
 __all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_numpy"]
 
@@ -158,10 +163,10 @@ class Tensor:
             raise DTypeError(
                 f"Tensor.data: expected a {type(self.array).__name__} of {self.device}, got {type(array).__name__}"
             )
-        if array.shape != self.array.shape or array.dtype != self.array.dtype:
-            raise ShapeError(
-                f"Tensor.data: cannot replace {self.dtype}{self.shape} by {array.dtype}{array.shape}"
-            )
+        if array.dtype != self.array.dtype:
+            raise DTypeError(f"Tensor.data: cannot replace {self.dtype} by {array.dtype}")
+        if array.shape != self.array.shape:
+            raise ShapeError(f"Tensor.data: cannot replace an array of shape {self.shape} by {array.shape}")
         break_graph("it replaces Tensor.data, which a replay would not do")
         expose(array)
         check_raw("Tensor.data", array)
@@ -194,6 +199,10 @@ class Tensor:
     def is_recorded(self) -> bool:
         """Whether an operator made it and backward can go through that; False for a result of a recorded step."""
         return self.creator is not None and not self.creator.is_replayed
+
+    def _is_tracked(self) -> bool:
+        """Return whether an operator records a call with this tensor."""
+        return this_thread.training and this_thread.recording and is_tracked(self)
 
     def is_transpose(self) -> bool:
         """Return False: ``transpose`` copies."""
@@ -252,7 +261,7 @@ class Tensor:
         """Return the value of a one-element tensor as a Python number."""
         if self.size() != 1:
             raise ShapeError(
-                f"item: shape {self.shape} has {self.size()} elements, not one; index it, or take mean()"
+                f"item: shape {self.shape} has {self.size()} elements, not one; choose one by an index, such as x[0]"
             )
         return _python_number(to_numpy(self).reshape(()))
 
@@ -364,8 +373,10 @@ class Tensor:
         """Overwrite the values with those of ``t``: same shape and dtype, any device; see Note [in place]."""
         self.check_leaf("copy_data")
         check_tensor("copy_data", t)
-        if t.shape != self.shape or t.dtype != self.dtype:
-            raise ShapeError(f"copy_data: {t.dtype}{t.shape} does not fit into {self.dtype}{self.shape}")
+        if t.dtype != self.dtype:
+            raise DTypeError(f"copy_data: {t.dtype} does not fit into {self.dtype}; convert with as_type()")
+        if t.shape != self.shape:
+            raise ShapeError(f"copy_data: shape {t.shape} does not fit into {self.shape}")
         source = t.array if t.device is self.device else self.device.backend.asarray(to_numpy(t))
         self.device.backend.run("copy", source, out=self.array)
 
@@ -394,9 +405,11 @@ class Tensor:
         self.to_device(get_default_device())
 
     def as_type(self, dtype: Any) -> Tensor:
-        """Return a leaf with the values rounded to ``dtype``; the texts "float" and "int" are float32 and int32."""
-        wanted = SINGA_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-        array = self.device.backend.empty(self.shape, _held_dtype(wanted, self.device))
+        """Return the values rounded to ``dtype``, "float" and "int" of 32 bits; see Note [tracked]."""
+        wanted = _held_dtype(SINGA_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, self.device)
+        if self._is_tracked() and is_float(wanted):
+            return OPERATORS["cast"](self, wanted)  # type: ignore[no-any-return]
+        array = self.device.backend.empty(self.shape, wanted)
         self.device.backend.run("cast", self.array, out=array)
         return Tensor.wrap(array, self.device)
 
@@ -407,19 +420,23 @@ class Tensor:
         return self
 
     def reshape(self, shape: Sequence[int]) -> Tensor:
-        """Return a leaf of another shape that shares the memory; ``autograd.reshape`` is the recorded form.
+        """Return another shape of as many elements, which shares the memory; see Note [tracked].
 
         One size may be -1. ShapeError: another number of elements.
         """
+        if self._is_tracked():
+            return OPERATORS["reshape"](self, shape)  # type: ignore[no-any-return]
         size = resolve_shape(self.shape, shape)
         expose(self.array)  # the view's own flag says whether it is writeable (graph/rounded.py)
         return Tensor.wrap(self.array.reshape(size), self.device)
 
     def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
-        """Return a leaf with permuted axes (None: reversed), copied to row-major order.
+        """Return the tensor with permuted axes (None: reversed), copied to row-major order; see Note [tracked].
 
         ShapeError: ``axes`` is not a permutation.
         """
+        if self._is_tracked():
+            return OPERATORS["transpose"](self, axes)  # type: ignore[no-any-return]
         order = as_permutation(axes, self.ndim())
         array = self.device.backend.empty(tuple(self.shape[axis] for axis in order), self.dtype)
         self.device.backend.run("transpose", self.array, out=array, axes=order)
@@ -451,7 +468,8 @@ class Tensor:
         (..., n, ...) -> (..., sum of repeats, ...); axis None repeats the elements of the flat tensor. A list of one
         number is that number, as in numpy.
         """
-        source = self.reshape((-1,)) if axis is None else self
+        warn_if_recorded("repeat", self)
+        source = self.copy().reshape((-1,)) if axis is None else self
         position = as_axis("repeat", 0 if axis is None else axis, source.ndim())
         size, before, after = source.shape[position], source.shape[:position], source.shape[position + 1 :]
         rows, columns = product(before), product(after)

@@ -4,7 +4,8 @@
 A result is a new leaf; shapes broadcast as in numpy, dtypes must agree, a number takes the dtype of the tensor.
 ``ret``, ``out`` and ``C`` name a tensor to write instead, which is then returned. Functions whose last tensor is
 filled or changed (``axpy``, ``gaussian``, ``add_row``, ...) do that in place and return it.
-Given a recorded tensor they compute from its values: the result has no gradient.
+Given a recorded tensor they compute from its values, and warn: the result has no gradient. But ``reshape`` and
+``transpose`` are the methods of Tensor, which are recorded (core.py, Note [tracked]).
 
 Not here: the raw class CTensor and ``_call_singa_func`` (``t.data`` is an array of the backend). ``einsum`` runs on
 the host, all else in kernels.
@@ -23,9 +24,19 @@ from ..device import Device, get_default_device
 from ..dtypes import is_float
 from ..errors import DTypeError, ShapeError, check_number
 from ..graph.rounded import expose
-from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
+from .calls import (
+    binary,
+    check_floats,
+    check_matrix,
+    check_pair,
+    check_target,
+    elementwise,
+    reduce,
+    run,
+)
 from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, check_raw, float32, listed
 from .core import Number, Tensor, check_tensor, check_vector, compare, to_numpy
+from .tracked import warn_if_recorded
 
 __all__ = [
     "abs",
@@ -199,7 +210,7 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 
 def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Another shape of as many elements (one size may be -1), sharing the memory."""
+    """Return another shape of as many elements (one size may be -1), sharing the memory."""
     check_tensor("reshape", tensor)
     return tensor.reshape(shape)
 
@@ -230,6 +241,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
             raise ShapeError(
                 f"concatenate: {first.shape} and {tensor.shape} must agree but for axis {position}"
             )
+    warn_if_recorded("concatenate", *tensors)
     total = builtins.sum(tensor.shape[position] for tensor in tensors)
     shape = (*first.shape[:position], total, *first.shape[position + 1 :])
     return run("concat", first, *(t.array for t in tensors), shape=shape, axis=position)
@@ -368,6 +380,7 @@ def softmax(t: Tensor, out: Tensor | None = None) -> Tensor:
     """exp(t) / sum(exp(t)) over the last axis; float (..., n), same shape."""
     check_floats("softmax", t)
     as_axis("softmax", -1, t.ndim())
+    warn_if_recorded("softmax", t)
     return run("softmax", t, t.array, shape=t.shape, ret=out, axis=t.ndim() - 1)
 
 
@@ -390,8 +403,9 @@ def mult(A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta
     """alpha A B + beta C, in C if there is one; A (..., m, k), B (..., k, n) or (k,) -> (..., m, n) or (..., m)."""
     check_floats("mult", A)
     check_pair("mult", A, B)
+    warn_if_recorded("mult", A, B)
     alpha, beta = check_number("mult", "alpha", alpha), check_number("mult", "beta", beta)
-    right = B.reshape((-1, 1)) if B.ndim() == 1 else B
+    right = B.copy().reshape((-1, 1)) if B.ndim() == 1 else B
     if A.ndim() < 2 or right.ndim() < 2 or A.shape[-1] != right.shape[-2]:
         raise ShapeError(
             f"mult: A (..., m, k) and B (..., k, n) must agree in k, got {A.shape} and {B.shape}"
@@ -414,6 +428,8 @@ def tensordot(A: Tensor, B: Tensor, axes: int | Sequence[Any] = 2) -> Tensor:
     """Products summed over axes: the last n of A with the first n of B, or two lists of axes; as in numpy."""
     check_floats("tensordot", A)
     check_pair("tensordot", A, B)
+    warn_if_recorded("tensordot", A, B)
+    A, B = A.copy(), B.copy()  # leaves
     if isinstance(axes, Sequence):
         if len(axes) != 2:
             raise ShapeError(f"tensordot: axes {axes!r} must be an int or two lists of axes")
@@ -446,6 +462,7 @@ def einsum(ops: str, *args: Tensor) -> Tensor:
         )
     for other in args:
         check_pair("einsum", args[0], other)
+    warn_if_recorded("einsum", *args)
     dtype = args[0].dtype
     wide = np.float64 if is_float(dtype) else dtype
     try:

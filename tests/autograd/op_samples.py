@@ -21,6 +21,7 @@ from tests.recurrent_reference import recurrent_by_hand
 
 SEED = 11
 RNG = np.random.default_rng(8)
+OWN_DTYPE = "that of the inputs"  # as a value of attributes
 
 
 @dataclass
@@ -54,18 +55,23 @@ class Sample:
         is_narrow = self.num_narrow is None or index < self.num_narrow
         return dtype if is_narrow or dtype != "float16" else "float32"
 
+    def attributes_for(self, *tensors: Tensor) -> dict[str, Any]:
+        """Return the keyword arguments of a call with ``tensors``."""
+        return {key: tensors[0].dtype if v is OWN_DTYPE else v for key, v in self.attributes.items()}
+
     def call(self, *tensors: Tensor) -> Tensor:
         """Run the op on tensors with the values of ``inputs``, from a fixed random state."""
         get_default_device().SetRandSeed(SEED)
         function = getattr(autograd, self.op)
+        attributes = self.attributes_for(*tensors)
         extra = [
             Tensor(data=array, dtype=self.dtype_of(index, str(tensors[0].dtype)), device=tensors[0].device)
             for index, array in enumerate(self.fixed, len(self.inputs))
         ]
         if self.takes_list:
-            result: Tensor = function(list(tensors), **self.attributes)
+            result: Tensor = function(list(tensors), **attributes)
         else:
-            result = function(*tensors, *extra, **self.attributes)
+            result = function(*tensors, *extra, **attributes)
         return result if self.output is None else result[self.output]
 
 
@@ -194,6 +200,7 @@ COUNTS = np.array([[1, 0, 3], [0, 2, 0], [1, 1, 1], [5, 0, 5]], np.int32)
 IMAGE = apart(2, 4, 6, 5)
 
 SAMPLES = [
+    Sample("cast", (normal(3, 4),), lambda x: x, {"to": OWN_DTYPE}),
     Sample("relu", (apart(3, 4),), lambda x: np.maximum(x, 0)),
     Sample("sigmoid", (normal(3, 4),), lambda x: 1 / (1 + np.exp(-x))),
     Sample("tanh", (normal(3, 4),), np.tanh),

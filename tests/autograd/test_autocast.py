@@ -93,7 +93,7 @@ def test_every_operator_takes_bfloat16_activations(sample: Sample) -> None:
         function = getattr(autograd, sample.op)
         extra = [Tensor(data=array, dtype="float32") for array in sample.fixed]
         arguments = [list(tensors)] if sample.takes_list else [*tensors, *extra]
-        result = function(*arguments, **sample.attributes)
+        result = function(*arguments, **sample.attributes_for(*tensors))
     y = result if sample.output is None else result[sample.output]
     rules = {"cossim", "softmax", "reduce_sum", "reduce_mean", "recurrent"}
     is_wide = sample.op in rules or "entropy" in sample.op or "loss" in sample.op

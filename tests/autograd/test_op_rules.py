@@ -328,6 +328,7 @@ def test_pad_and_clip_keep_numbers_that_no_float_holds() -> None:
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 def test_taking_nothing_and_from_nothing(device: Device, shape: tuple[int, int]) -> None:
     x = parameter(np.ones(shape))
+    assert autograd.gather(x, 1, []).shape == (x.shape[0], 0)
     y = autograd.gather(x, 1, Tensor(data=np.zeros((2, 0), np.int32)))
     assert y.shape == (shape[0], 2, 0)
     assert (

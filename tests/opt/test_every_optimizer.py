@@ -677,3 +677,15 @@ def test_states_keep_their_names_where_another_model_of_the_same_layers_is_compi
         each(x)
     for name, param in net.get_params().items():
         np.testing.assert_array_equal(to_numpy(param), to_numpy(other.get_params()[name]), err_msg=name)
+
+
+def test_an_optimizer_whose_constructor_was_not_called_says_so() -> None:
+    class Mine(opt.Optimizer):
+        def __init__(self) -> None:
+            self.rate = 0.1
+
+    for use in (lambda mine: mine.prepare({"w": Tensor((2,))}, {}), lambda mine: mine.step_counter):
+        with pytest.raises(AttributeError, match=r"Mine .*: its __init__ must call super\(\).__init__\(lr\)"):
+            use(Mine())
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'rate'"):
+        _ = opt.SGD().rate  # type: ignore[attr-defined]

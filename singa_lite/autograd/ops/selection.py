@@ -187,6 +187,7 @@ def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
     check_tensors("gather", x)
     if not isinstance(indices, Tensor):
         values = as_numbers("gather", "indices", indices)
+        values = values.astype(int) if isinstance(indices, (list, tuple)) and not values.size else values
         if values.dtype.kind not in "iu":
             raise DTypeError(f"gather: indices must be integers, not {values.dtype}")
         if values.dtype.itemsize < 8:  # the size may not fit

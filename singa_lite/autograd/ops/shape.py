@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that move elements without computing: reshape, flatten, transpose, cat, pad, tile."""
+"""Operators that move elements, or round them, without computing: reshape, flatten, transpose, cat, pad, tile, cast."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from ...dtypes import accumulation_dtype
+from ...dtypes import accumulation_dtype, is_float
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
 from ...graph.rounded import note_written
 from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, as_shape, product, resolve_shape
-from ...tensor.checks import convert_number, listed
+from ...tensor.checks import as_dtype, convert_number, listed
 from ..engine import Array, Context, Operator
-from ._common import Shape, check_tensors
+from ._common import Cast, Shape, check_floats, check_tensors
 
-__all__ = ["cat", "flatten", "pad", "reshape", "slice", "split", "squeeze", "tile", "transpose", "unsqueeze"]
+__all__ = [
+    "cast",
+    "cat",
+    "flatten",
+    "pad",
+    "reshape",
+    "slice",
+    "split",
+    "squeeze",
+    "tile",
+    "transpose",
+    "unsqueeze",
+]
 
 
 class Reshape(Operator):
@@ -113,6 +125,26 @@ def transpose(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         ShapeError: ``shape`` is not a permutation of the axes.
     """
     return Transpose(shape)(x)  # type: ignore[no-any-return]
+
+
+def cast(x: Tensor, to: Any) -> Tensor:
+    """Return the elements rounded to another float dtype.
+
+    Args:
+        x: float, any shape.
+        to: a float dtype.
+
+    Returns:
+        The shape of ``x``, a copy where the dtype is its own.
+
+    Raises:
+        DTypeError: ``x`` or ``to`` is no float.
+    """
+    check_floats("cast", x)
+    dtype = as_dtype(to)
+    if not is_float(dtype):
+        raise DTypeError(f"cast: to = {dtype} is no float dtype; use as_type(), whose result has no gradient")
+    return Cast(dtype)(x)  # type: ignore[no-any-return]
 
 
 class Concat(Operator):

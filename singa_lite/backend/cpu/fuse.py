@@ -17,6 +17,7 @@ from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
 from ..fuse import apply_rules, are_alike, relu_before_pooling
 from ..fuse_norm import add_residual, relu_after, relu_in_norm_backward
+from ..layout import has_wide_rest
 from .fuse_rows import RULES
 
 
@@ -29,6 +30,8 @@ def _is_compiled(call: Kernel, *others: View) -> bool:
     """Return whether there is compiled code for these arrays and ``others``: numpy's kernels have no fused calls."""
     views = (*call.inputs, *call.outputs)
     if any(0 in view.shape or not view.is_row_major for view in (*views, *others)):
+        return False
+    if call.name == "conv2d" and not has_wide_rest(call, call.inputs[0]):
         return False
     a, b = views[0].shape, views[1].shape
     return call.name != "matmul" or (len(a) == len(b) and a[:-2] == b[:-2])
