@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
-import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import Communicator
+from ..comm.error_stream import tell
 from ..comm.exit_hooks import exit_hooks
 from ..errors import CheckpointError
 from ..generation import Manifest, rank_file, remove_old, write_manifest
@@ -127,8 +127,8 @@ class Saving:
         self._is_awaited.set()
         self._join(LOST_S if self._communicator.has_failed else EXIT_S)
         if self._failure is not None:
-            print(f"{WHERE}: {self._failure}", file=sys.stderr)
             self._hooks.note_failure()
+            tell(f"{WHERE}: {self._failure}\n")
 
     # ---- in the thread -----------------------------------------------------------------------------------
 

@@ -3,6 +3,9 @@
 
 What lives here: the hooks of the interpreter. What does not: joining a world (rendezvous.py), ending an MPI job
 (mpi_job.py).
+
+Note [full error stream]: the hooks that print an error raise one of their own where the error stream is full. The peers
+learn of the failure all the same.
 """
 
 from __future__ import annotations
@@ -159,12 +162,14 @@ class ExitHooks:
 
     def _uncaught_at_exit(self, unraisable: Any) -> None:
         """Note what a function of atexit raises, after which Python would end with 0."""
-        self._unraisablehook(unraisable)
-        is_at_exit = str(unraisable.err_msg).startswith("Exception ignored in atexit callback")
-        if is_at_exit and not self.is_of_parent and _is_failure(unraisable.exc_value):
-            self.note_failure()
-            if not self._has_aborted:
-                self._abort_at_end(text_of(unraisable.exc_value))
+        try:
+            self._unraisablehook(unraisable)
+        finally:  # Note [full error stream]
+            is_at_exit = str(unraisable.err_msg).startswith("Exception ignored in atexit callback")
+            if is_at_exit and not self.is_of_parent and _is_failure(unraisable.exc_value):
+                self.note_failure()
+                if not self._has_aborted:
+                    self._abort_at_end(text_of(unraisable.exc_value))
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -175,18 +180,22 @@ class ExitHooks:
             # mpiexec does not name the rank of a line, and mixes lines: all in one write
             first = f"singa_lite: rank {self.mpi_job.rank} of {self.mpi_job.size} failed:\n"
             tell("".join([first, *format_exception(kind, error, traceback)]))
-        if not is_mpi or self._excepthook is not sys.__excepthook__:
-            self._excepthook(kind, error, traceback)
-        if not self.is_of_parent:
-            self._abort_at_end(text_of(error))
-            self._end_mpi_job()
+        try:
+            if not is_mpi or self._excepthook is not sys.__excepthook__:
+                self._excepthook(kind, error, traceback)
+        finally:  # Note [full error stream]
+            if not self.is_of_parent:
+                self._abort_at_end(text_of(error))
+                self._end_mpi_job()
 
     def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
-        self._thread_excepthook(arguments)
-        if fails_job(arguments) and not self.is_of_parent:
-            self.note_failure()
-            self._abort(reason_of(arguments))
-            self._end_mpi_job()
+        try:
+            self._thread_excepthook(arguments)
+        finally:  # Note [full error stream]
+            if fails_job(arguments) and not self.is_of_parent:
+                self.note_failure()
+                self._abort(reason_of(arguments))
+                self._end_mpi_job()
 
     def _end_mpi_job(self) -> None:
         _flush()
@@ -261,5 +270,6 @@ def _is_failure(error: BaseException | None) -> bool:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, AttributeError):  # the script has closed it, or there is none
+        # the script has closed it; there is none; it is full, which Python reports when it flushes the last time
+        with contextlib.suppress(ValueError, AttributeError, OSError):
             stream.flush()

@@ -15,9 +15,11 @@ def note_failed_threads() -> None:
     before = threading.excepthook
 
     def note(arguments: threading.ExceptHookArgs) -> None:
-        before(arguments)
-        if state.exit_hooks is None and fails_job(arguments):
-            state.failed_thread = reason_of(arguments)
+        try:
+            before(arguments)
+        finally:  # where the error stream is full
+            if state.exit_hooks is None and fails_job(arguments):
+                state.failed_thread = reason_of(arguments)
 
     threading.excepthook = note
 

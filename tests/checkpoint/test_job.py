@@ -468,6 +468,18 @@ def test_a_process_that_ends_with_a_save_that_fails_ends_with_1(tmp_path: Path, 
         assert len(generation.find_generations(tmp_path / kind)[0]) == 1 - code
 
 
+def test_a_last_save_that_fails_ends_its_process_with_1_where_that_cannot_be_printed(tmp_path: Path) -> None:
+    script = write_script(tmp_path, LAST_SAVE)
+    with open("/dev/full", "w") as errors:
+        done = subprocess.run(
+            [sys.executable, str(script), str(tmp_path / "job"), "full"],
+            stderr=errors,
+            timeout=LIMIT_S,
+            env=fresh_environment(PYTHONPATH=str(Path(__file__).parents[2])),
+        )
+    assert done.returncode == 1
+
+
 LAST_SAVE_OF_MULTIPROCESSING = """
 import multiprocessing, sys
 import singa_lite.checkpoint.rank_arrays as rank_arrays

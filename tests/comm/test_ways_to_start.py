@@ -668,6 +668,69 @@ def test_an_error_in_a_function_of_atexit_fails_the_job(tmp_path, way, registere
     assert_nothing_left(tmp_path)
 
 
+FULL_ERRORS = "import os, sys, threading\nos.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
+FAILING_THREAD = "thread = threading.Thread(target=lambda: [].pop())\nthread.start()\nthread.join()\n"
+FAILS_WITHOUT_A_WORD = {
+    "thread": JOINS + "if communicator.rank == 1:\n    " + FAILING_THREAD.replace("\n", "\n    "),
+    "atexit": AT_EXIT["after"],
+    "thread before it joins": "import singa_lite\n" + FAILING_THREAD + JOINS,
+}
+
+
+@WAYS
+@pytest.mark.parametrize("what", FAILS_WITHOUT_A_WORD)
+def test_a_failure_that_cannot_be_printed_fails_the_job(tmp_path, way, what):
+    result = run_with(way, write_script(tmp_path, FULL_ERRORS + FAILS_WITHOUT_A_WORD[what]))
+    assert result.returncode != 0, result
+    assert_nothing_left(tmp_path)
+
+
+@WAYS
+def test_the_others_learn_of_an_error_that_a_hook_of_the_script_cannot_print(tmp_path, way):
+    text = "import sys\ndef hook(*_): raise OSError\nsys.excepthook = hook\n" + JOINS
+    text += "if communicator.rank == 1:\n    [].pop()\ncommunicator.barrier()\n"
+    result = run_with(way, write_script(tmp_path, text))
+    assert result.returncode == 1 and "rank 1 aborted: IndexError" in result.stderr, result
+    assert_nothing_left(tmp_path)
+
+
+THREAD_OF_MULTIPROCESSING = """
+import multiprocessing
+from singa_lite import singa_wrap as singa
+def train(rank, holder):
+    communicator = singa.Communicator(rank, 2, holder, 1000)
+    if rank == 1:
+{thread}
+if __name__ == "__main__":
+    holder = singa.NcclIdHolder()
+    ranks = [multiprocessing.get_context("fork").Process(target=train, args=(rank, holder)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    print([process.exitcode for process in ranks])
+"""
+
+
+def test_a_thread_of_multiprocessing_whose_failure_cannot_be_printed_fails_its_process(tmp_path):
+    thread = "".join(f"        {line}\n" for line in FAILING_THREAD.splitlines())
+    text = FULL_ERRORS + THREAD_OF_MULTIPROCESSING.replace("{thread}", thread)
+    result = run_command([sys.executable, str(write_script(tmp_path, text))])
+    assert result.stdout == "[0, 1]\n"
+
+
+@WAYS
+def test_output_that_cannot_be_flushed_keeps_no_rank_from_leaving(tmp_path, way):
+    text = (
+        JOINS + "import os\nif communicator.rank == 1:\n    os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    )
+    text += "    sys.stdout = open(1, 'w', closefd=False)\n    print('lost')\n"
+    result = run_with(way, write_script(tmp_path, "import sys\n" + text))
+    assert result.returncode != 0 and "No space left on device" in result.stderr
+    assert "exit_hooks" not in result.stderr and "without leaving the MPI job" not in result.stderr
+    assert_nothing_left(tmp_path)
+
+
 @WAYS
 @pytest.mark.parametrize("group", ["pair", "reverse"])
 def test_members_of_a_group_get_the_error_of_one_by_its_number_in_the_world(tmp_path, way, group):
