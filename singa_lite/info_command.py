@@ -76,7 +76,7 @@ def _ask(code: str) -> str:
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         return f"no: {last}"
-    return answer.stdout.strip(chr(0)).strip().splitlines()[0]
+    return (answer.stdout.strip(chr(0)).strip().splitlines() or ["no: no answer"])[0]
 
 
 def _python(code: str) -> list[str]:

@@ -42,7 +42,8 @@ DRAIN_S = 0.5  # output that a dead rank's children may still send
 def noted_signals() -> Iterator[Sequence[int]]:
     """Inside: STOP_SIGNALS do not end this process but are appended to the sequence that this gives.
 
-    SIGQUIT is ignored, where ``reports_at_sigquit`` does not handle it.
+    SIGQUIT is ignored, where ``reports_at_sigquit`` does not handle it. SIGCHLD is not, also where this process was
+    started so: the system would reap the ranks, and their exit codes be lost.
     """
     signals: list[int] = []
 
@@ -53,6 +54,8 @@ def noted_signals() -> Iterator[Sequence[int]]:
     before = {number: signal.signal(number, note) for number in noted}
     if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
         before[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda number, frame: None)
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield signals
     finally:

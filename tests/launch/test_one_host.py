@@ -684,6 +684,32 @@ def test_the_row_of_mpi_survives_a_broken_library_too(tmp_path, monkeypatch):
     assert_mpi4py_cannot_load(info_command._ask(info_command.ASK_TRANSPORT.format("mpi")))
 
 
+def test_a_transport_whose_process_gives_no_answer_does_not_work():
+    assert info_command._ask("") == "no: no answer"
+
+
+IGNORES_CHILDREN = "import signal, os, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+
+
+@pytest.mark.parametrize(("code", "reported"), [(0, ""), (7, "rank 1 failed first (exit code 7)")])
+def test_a_launcher_started_with_sigchld_ignored_has_the_exit_codes(tmp_path, code, reported):
+    ends = f"print(signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)\nsys.exit({code} if rank == 1 else 0)"
+    start = IGNORES_CHILDREN + "os.execv(sys.argv[1], sys.argv[1:])"
+    command = launch_command(write_script(tmp_path, HEAD + ends), 2)
+    result = run_command([sys.executable, "-c", start, *command])
+    assert result.returncode == code, result.stderr
+    assert reported in result.stderr and "Errno" not in result.stderr
+    assert result.stdout.count("True") == 2
+    assert_nothing_left(tmp_path)
+
+
+def test_a_launch_leaves_sigchld_as_it_was():
+    code = IGNORES_CHILDREN + "from singa_lite.launch.one_host import launch; print(launch(['-c', ''], 2)); "
+    code += "print(signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN)"
+    result = run_command([sys.executable, "-c", code])
+    assert result.stdout == "0\nTrue\n", result.stderr
+
+
 def test_a_signal_that_comes_while_ranks_are_started_starts_no_more_of_them(monkeypatch, capfd):
     started = []
 
