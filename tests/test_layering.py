@@ -32,7 +32,7 @@ LEVELS = {
     4: {"backend", "comm"},
     3: {"_native", "generation", "graph", "model_file", "profile"},
     2: {"files"},
-    1: {"config", "dtypes", "path_arguments", "plugins", "users_line"},
+    1: {"config", "dtypes", "error_stream", "path_arguments", "plugins", "users_line"},
     0: {"errors"},
 }
 LEVEL_OF = {module: level for level, modules in LEVELS.items() for module in modules}

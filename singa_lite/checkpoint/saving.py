@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import Communicator
-from ..comm.error_stream import tell
 from ..comm.exit_hooks import exit_hooks
+from ..error_stream import tell
 from ..errors import CheckpointError
 from ..generation import Manifest, rank_file, remove_old, write_manifest
 from .rank_arrays import write_arrays

@@ -22,9 +22,9 @@ from typing import Any
 
 from .. import _native
 from ..config import state
+from ..error_stream import tell, text_of
 from ..errors import CommError
 from .dispatch import DispatchCommunicator
-from .error_stream import tell, text_of
 from .failed_threads import check_no_failed_thread, fails_job, reason_of
 from .link_communicator import LinkCommunicator
 from .mpi import MpiCommunicator

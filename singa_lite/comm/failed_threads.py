@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 
 from ..config import state
+from ..error_stream import text_of
 from ..errors import CommError
-from .error_stream import text_of
 
 
 def note_failed_threads() -> None:

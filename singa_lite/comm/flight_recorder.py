@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import env, is_on, state
+from ..error_stream import tell
 from ..errors import CommError
 from .call_site import CallSites
-from .error_stream import tell
 from .flight_record import (
     FILE,
     SEGMENT,

@@ -13,8 +13,8 @@ import threading
 from types import FrameType
 
 from ..config import state
+from ..error_stream import tell
 from ..errors import CommError
-from .error_stream import tell
 from .flight_recorder import deliver, is_recording, records_of_this_process
 
 

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from .. import _native
+from ..error_stream import sendable
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
 from .codes import codes_of
 from .combine import combine
-from .error_stream import sendable
 from .flight_recorder import WARN_SHARE, FileRecorder, is_recording, title_of
 from .host import this_host
 from .mpi_call import (

@@ -35,11 +35,11 @@ import numpy as np
 
 from .. import _native, config
 from ..config import state
+from ..error_stream import sendable
 from ..errors import CommError, DTypeError
 from ..graph.recorder import unrecorded
 from .base import DTYPES, HAS_BLOCKS, Communicator, Graph, Operation, ReduceOp
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES
-from .error_stream import sendable
 from .flight_record import GPU_TITLE
 from .flight_recorder import is_recording, title_of
 from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, is_cuda_array

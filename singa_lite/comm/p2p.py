@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..config import this_thread
+from ..error_stream import sendable
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_number
 from ..graph.clock import Waited
 from ..graph.recorder import break_graph
 from ..graph.rounded import note_written
 from .base import DTYPES, TIMEOUT_S
-from .error_stream import sendable
 from .job import Job
 from .work import Array, Work
 

@@ -14,11 +14,11 @@ import weakref
 from typing import Any
 
 from .. import _native
+from ..error_stream import sendable
 from ..errors import CommError
 from .base import HAS_BLOCKS, TIMEOUT_S, Communicator, Operation, World
 from .call_site import CallSites
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES, WIRE_CODES
-from .error_stream import sendable
 from .flight_recorder import EngineRecorder, is_recording, title_of
 from .lost_ranks import forget_members, has_living_parent, lost_rank
 from .work import Array, Times, Work

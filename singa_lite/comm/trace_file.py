@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..config import env
+from ..error_stream import tell
 from ..errors import CheckpointError, CommError, OptionError
 from ..files import atomic_file, try_lock
 from ..graph.trace import SUFFIX, TraceWriter, trace_of_process
 from .base import Communicator
 from .chrome_trace import chrome_trace
 from .clock_offset import measure_offset, pairs_with_rank_0
-from .error_stream import tell
 from .trace_part import Part, read_part
 
 LEAVE_S = 2.0  # that a rank waits at its end for each comparison of clocks

@@ -8,14 +8,15 @@ What lives here: writing a part. What does not: measuring steps (clock.py), who 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from ..config import env, state
+from ..error_stream import tell
 
 MAX_STEPS = 1000  # of a process: viewers of traces stop at about a million events
 SUFFIX = ".trace-part"
@@ -63,21 +64,27 @@ class TraceWriter:
 
     def close(self) -> None:
         """End the part; nothing is written any more."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._lock:
+            self._close_file()
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            self._stop_writing(error)
+        data = json.dumps(line).encode() + b"\n"
+        with self._lock:  # a line may take several writes
+            try:
+                while data and self._file is not None:
+                    data = data[self._file.write(data) :]
+            except OSError as error:
+                self._stop_writing(error)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _stop_writing(self, error: OSError) -> None:
-        self._file = None
-        sys.stderr.write(f"singa_lite: the trace of process {self.pid} ends here: {error}\n")
+        self._close_file()
+        tell(f"singa_lite: the trace of process {self.pid} ends here: {error}\n")
 
 
 def trace_of_process() -> TraceWriter | None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from .. import config
 from ..comm.base import World
-from ..comm.error_stream import text_of
 from ..comm.exit_hooks import exit_hooks
 from ..comm.job import launched_job
 from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import process_communicator, process_messenger
+from ..error_stream import text_of
 from ..errors import CommError, OptionError, check_choice, check_int, check_number
 from ..plugins import subclasses
 from .base import KVStoreBase

@@ -24,12 +24,12 @@ from singa_lite import _native, autograd, layer, model, opt, tensor
 from singa_lite.comm import flight_record, flight_report, stacks
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.call_site import CallSites
-from singa_lite.comm.error_stream import tell
 from singa_lite.comm.flight_record import ALL_THERE, ENDED, FAILED, STARTED, Call, FlightRecord, RankRecord
 from singa_lite.comm.flight_recorder import is_recording, title_of
 from singa_lite.comm.flight_signals import report_at_sigquit
 from singa_lite.comm.inspect_job import inspect_job
 from singa_lite.comm.shm import ShmCommunicator
+from singa_lite.error_stream import tell
 from singa_lite.errors import CommError, OptionError
 from tests.comm.processes import (
     assert_nothing_left,

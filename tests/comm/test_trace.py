@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -344,6 +345,32 @@ def test_a_writer_without_a_disk_says_so_and_goes_on(tmp_path, capsys):
     writer = TraceWriter(tmp_path / "file")
     writer.add_step([Span("forward", "", 0.0, 1.0)], [])
     assert "ends here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["full", "closed", "none"])
+def test_a_writer_without_a_disk_and_an_error_stream_goes_on(tmp_path, monkeypatch, errors):
+    (tmp_path / "file").write_text("")
+    with open("/dev/full", "w") as stream:
+        if errors == "closed":
+            stream.close()
+        monkeypatch.setattr(sys, "stderr", None if errors == "none" else stream)
+        TraceWriter(tmp_path / "file").add_step([Span("forward", "", 0.0, 1.0)], [])
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_line_ends_the_part_there(tmp_path, capsys):
+    writer = TraceWriter(tmp_path / "parts")
+    writer.add_step([Span("forward", "", 0.0, 1.0)], [])
+    [part] = (tmp_path / "parts").iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (part.stat().st_size + 40, limits[1]))
+    writer.add_step([Span("forward", "", 1.0, 2.0)], [])
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.add_step([Span("forward", "", 2.0, 3.0)], [])
+    writer.close()
+    assert "ends here" in capsys.readouterr().err
+    join_trace(tmp_path / "parts", tmp_path / "out.json")
+    trace = json.loads((tmp_path / "out.json").read_bytes())
+    assert [event["args"]["step"] for event in complete(trace, 0)] == [1]
 
 
 # ---- clocks of several hosts ---------------------------------------------------------------------------
