@@ -23,6 +23,18 @@ from .flight_recorder import EngineRecorder, is_recording, title_of
 from .lost_ranks import forget_members, has_living_parent, lost_rank
 from .work import Array, Times, Work
 
+SHM = "/dev/shm"
+LEAST_MB = 1.1  # of a world of two ranks
+
+
+def _lack_of(folder: str) -> str:
+    """Return why two ranks cannot share memory in ``folder``, as "no: why"; "" if they can."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no: {folder} {'cannot be written' if os.path.isdir(folder) else 'is not there'}"
+    space = os.statvfs(folder)
+    free_mb = space.f_bavail * space.f_frsize / 1e6
+    return "" if free_mb >= LEAST_MB else f"no: {folder} has {free_mb:.1f} MB free, of {LEAST_MB} MB needed"
+
 
 def load_native() -> Any:
     """Return the compiled module of shared memory; CommError where there is none."""
@@ -80,7 +92,7 @@ class ShmCommunicator(Communicator):
         if sys.platform != "linux":
             return "no: it needs Linux; use mpi"
         native, reason = _native.load("_comm")
-        return "works: processes of this host" if native else f"no: {reason}"
+        return (_lack_of(SHM) or "works: processes of this host") if native else f"no: {reason}"
 
     def __init__(self, world: World, timeout_s: float = TIMEOUT_S) -> None:
         is_complete = False

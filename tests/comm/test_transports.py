@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import singa_lite
-from singa_lite.comm import find_messengers, find_transports
+from singa_lite.comm import find_messengers, find_transports, shm
 from singa_lite.comm.base import Communicator
 from tests.comm.processes import LIMIT_S, PATIENT, fresh_environment
 
@@ -121,3 +122,15 @@ def test_every_transport_says_whether_it_works():
     for word, kind in find_transports().items():
         assert issubclass(kind, Communicator) and kind.transport == word
         assert kind.describe().startswith(("works", "no: "))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
+def test_shared_memory_that_no_rank_can_use_does_not_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(shm, "SHM", str(tmp_path / "none"))
+    assert shm.ShmCommunicator.describe() == f"no: {tmp_path / 'none'} is not there"
+    monkeypatch.setattr(shm, "SHM", "/proc/self")  # also root cannot write there
+    assert shm.ShmCommunicator.describe() == "no: /proc/self cannot be written"
+    monkeypatch.setattr(shm, "SHM", str(tmp_path))
+    full = os.statvfs("/proc")
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    assert shm.ShmCommunicator.describe() == f"no: {tmp_path} has 0.0 MB free, of 1.1 MB needed"
