@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,14 +29,15 @@ BENCHES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths that it cannot encode
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="singa-lite", description=DESCRIPTION)
     parser.add_argument("--version", action="store_true", help="print the version of this package")
     if words == ["--version"]:
-        from .info_command import package_version
+        from .info_command import print_version
 
-        print(package_version())
-        return 0
+        return run_command(parser, print_version)
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     named = [COMMANDS[word] for word in words[:1] if word in COMMANDS]
     # only the one: `run` would start later by what `plan` and `info` import

@@ -47,6 +47,12 @@ def info() -> str:
     return "\n".join(f"{name:16} {text}" for name, text in rows)
 
 
+def print_version() -> int:
+    """Print what ``package_version`` returns; return the exit code."""
+    print(package_version())
+    return 0
+
+
 def package_version() -> str:
     """Return the installed version, or the path of a copy that is only on Python's path."""
     try:

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from .. import config
 from ..errors import DataError
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("dataset", choices=["mnist", "cifar10"])
     dataset = parser.parse_args(arguments).dataset
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a folder that it cannot encode
     images: Cifar | Mnist
     try:
         if dataset == "mnist":

@@ -24,6 +24,7 @@ from singa_lite.errors import CommError, OptionError
 from singa_lite.graph import trace as trace_module
 from singa_lite.graph.clock import Span, Waited
 from singa_lite.graph.trace import TraceWriter
+from tests.comm.processes import run_command
 from tests.ranks import run_ranks
 
 TRAIN = """
@@ -333,6 +334,13 @@ def test_parts_are_joined_by_a_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["trace", str(tmp_path / "parts"), str(tmp_path / "out.json")])
     assert "no process has written a part" in str(ended.value)
+
+
+def test_a_path_that_the_output_cannot_encode_is_printed_with_escapes(tmp_path):
+    TraceWriter(tmp_path / "parts").close()
+    command = [sys.executable, "-m", "singa_lite", "trace", str(tmp_path / "parts"), str(tmp_path / "ü.json")]
+    result = run_command(command, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0 and "\\xfc.json" in result.stdout, result.stderr
 
 
 def test_parts_that_are_missing_are_an_error(tmp_path):

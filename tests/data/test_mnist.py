@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import numpy as np
@@ -298,6 +299,14 @@ def test_the_command_prints_where_the_data_are_or_what_is_wrong(monkeypatch, cap
     monkeypatch.setenv("MNIST_DIR", str(FIXTURE))
     assert command.main(["mnist"]) == 0
     assert f"300 training and 100 test images in {FIXTURE}" in capsys.readouterr().out
+
+
+def test_the_command_prints_a_folder_that_the_output_cannot_encode_with_escapes(monkeypatch, tmp_path):
+    folder = shutil.copytree(FIXTURE, tmp_path / "ü")
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(BytesIO(), "ascii"))
+    monkeypatch.setenv("MNIST_DIR", str(folder))
+    assert command.main(["mnist"]) == 0
+    assert sys.stdout.buffer.getvalue().endswith(b"\\xfc\n")
 
 
 def test_the_command_fails_with_a_line_where_nothing_can_be_written(monkeypatch):

@@ -740,3 +740,16 @@ def test_options_of_the_script_before_its_name_are_told_where_to_go(capsys):
 def test_the_command_line_says_its_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"{info_command.package_version()}\n"
+
+
+def test_a_version_that_cannot_be_printed_is_a_line_of_error():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "singa_lite", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+            env=fresh_environment(PYTHONUNBUFFERED="1"),
+        )
+    assert (result.returncode, result.stderr) == (1, "singa-lite: [Errno 28] No space left on device\n")
