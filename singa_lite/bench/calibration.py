@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError, SingaLiteError, check_int, check_number
+from ..files import atomic_file
 from .wire_bytes import word_of
 
 LONGEST_S = 1e9  # of what is calibrated, seconds
@@ -103,8 +104,9 @@ def calibration_from(where: str, found: Any) -> Calibration:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write a file that ``read_calibration`` reads."""
-    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
+    """Write a file that ``read_calibration`` reads; CheckpointError if that fails, and an older one stays."""
+    with atomic_file(path) as file:
+        file.write(json.dumps(asdict(calibration), indent=1).encode() + b"\n")
 
 
 def _fields(where: str, given: Any, needed: Sequence[str], known: Sequence[str] = ()) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from singa_lite.bench.plan import (
     shortest,
 )
 from singa_lite.bench.wire_bytes import Message, bytes_sent, fp32, messages_of, sparse
-from singa_lite.errors import OptionError
+from singa_lite.errors import CheckpointError, OptionError
 from tests.bench.test_wire_bytes import CNN
 from tests.limits import LIMIT_S
 
@@ -277,6 +278,19 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path):
     for name in ("none", "text", "list", "deep"):
         with pytest.raises(OptionError, match=f"calibration .*{name}: expected"):
             read_calibration(tmp_path / name)
+
+
+def test_a_calibration_that_cannot_be_written_is_named_and_the_older_one_stays(tmp_path):
+    path = tmp_path / "cal.json"
+    write_calibration(path, TWO)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*cal\.json"):
+            write_calibration(path, TWO)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 # ---- the command line --------------------------------------------------------------------------------
