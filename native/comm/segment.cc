@@ -156,6 +156,9 @@ void Segment::create() {
   const std::size_t bytes =
       round_up(kPage + std::size_t(size_) * sizeof(RankBlock) + contents_.bytes, kPage);
   const int error = posix_fallocate(fd_, 0, off_t(bytes));  // real memory now, not a bus error later
+  if (error == EFBIG)
+    throw CommError(where() + "needs " + megabytes(double(bytes)) + ", and files of this process may not be as large; "
+                    "raise the limit in the shell that starts it (ulimit -f unlimited)");
   if (error != 0) {
     struct statvfs space {};
     fstatvfs(fd_, &space);
