@@ -14,6 +14,11 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def why_no_folder(error: OSError) -> str | None:
+    """Return why a folder could not be made or written, from the error of mkdir with ``exist_ok``."""
+    return "it is there and is not a folder" if isinstance(error, FileExistsError) else error.strerror
+
+
 def new_file(text: str) -> Path:
     """Return the path of a file to be written, whose folder is there."""
     path = Path(text)

@@ -64,8 +64,11 @@ def _take_parts_folder(path: Path) -> tuple[Path, int]:
     """Make a folder for the parts of ``path``, empty, and lock it against other jobs; return it and its handle."""
     handle = None
     try:
-        if path.exists() and not path.is_file():
+        target = Path(os.path.realpath(path))  # which a loop of symlinks leaves as it is
+        if os.path.lexists(target) and not target.is_file():
             raise OSError("it is there and not a regular file")
+        if not target.parent.is_dir():
+            raise OSError(f"there is no folder {target.parent}")
         folder = parts_folder(path)
         folder.mkdir(exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)

@@ -21,7 +21,10 @@ except ImportError:  # Windows: two processes may fetch at once; each still writ
 
 def cache_root() -> Path:
     """SINGA_LITE_CACHE, or ``~/.cache/singa_lite``; each data set has a folder of its own in it."""
-    return as_path("SINGA_LITE_CACHE", config.env("SINGA_LITE_CACHE", "~/.cache/singa_lite"))
+    given = config.env("SINGA_LITE_CACHE")
+    if given is None and os.path.expanduser("~") == "~":
+        raise DataError("there is no home folder for ~/.cache/singa_lite; set SINGA_LITE_CACHE to a folder")
+    return as_path("SINGA_LITE_CACHE", given or "~/.cache/singa_lite")
 
 
 def as_path(where: str, folder: object) -> Path:

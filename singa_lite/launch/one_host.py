@@ -24,6 +24,7 @@ from ..comm.inspect_job import reports_at_sigquit
 from ..comm.job import threads_per_rank
 from ..comm.progress import VARIABLE
 from ..errors import CommError, OptionError, check_int
+from ..path_arguments import why_no_folder
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
 from .rank_wrapper import WAITED
@@ -32,7 +33,7 @@ from .supervise import DRAIN_S, RunningJob, noted_signals
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
 MAX_RANKS = 1024  # of a host, see native/comm/segment.h
-HELP = "raise the limits of this shell (ulimit -n, ulimit -u) or start fewer processes"
+SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 STOP_TIMEOUT_S = 30.0  # to save a checkpoint in; Kubernetes waits as long by default
 
 
@@ -166,7 +167,7 @@ def launch_round(
         reaper = Reaper(rendezvous_id)
     except OSError as error:
         remove_segments(rendezvous_id)
-        failed = CannotStart(f"launch: cannot start {len(names)} processes: {error}; {HELP}")
+        failed = CannotStart(f"launch: cannot start {len(names)} processes: {_with_help(error)}")
         return Round(1, None, [None] * len(names), started_at, time.time(), failed)
     job.signals = signals
     failure: CommError | None = None
@@ -209,7 +210,7 @@ def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OptionError(
-                f"--log-dir {options.log_dir}: cannot be made as a folder: {error.strerror}"
+                f"--log-dir {options.log_dir}: cannot be made as a folder: {why_no_folder(error)}"
             ) from error
     open_standard_descriptors()
     names = _names(num_workers, options)
@@ -217,12 +218,19 @@ def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:
         return RankOutput(names, options.log_dir)
     except OSError as error:
         if options.log_dir is None or error.errno in (errno.EMFILE, errno.ENFILE):
-            raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
+            raise CommError(f"launch: cannot start {len(names)} processes: {_with_help(error)}") from error
         raise CommError(f"launch: cannot open the logs of --log-dir {options.log_dir}: {error}") from error
 
 
 class CannotStart(CommError):
     """The system gives no more processes."""
+
+
+def _with_help(error: OSError) -> str:
+    """Return the text of ``error``, and what to do if the system is short of processes, memory or files."""
+    if error.errno not in SHORTAGES:
+        return str(error)
+    return f"{error}; raise the limits of this shell (ulimit -n, ulimit -u) or start fewer processes"
 
 
 def _names(num_workers: int, options: LaunchOptions) -> list[ProcessName]:
@@ -253,7 +261,7 @@ def _start_all(
             reaper.watch(process.pid)
         except OSError as error:
             raise CannotStart(
-                f"launch: cannot start {name.text} of {len(job.names)} processes: {error}; {HELP}"
+                f"launch: cannot start {name.text} of {len(job.names)} processes: {_with_help(error)}"
             ) from error
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, OptionError
 from ..generation import Manifest, find_generations
+from ..path_arguments import why_no_folder
 from .hosts import place, without_slot
 from .one_host import LaunchOptions, Round, launch_round, open_output, share_cores_of_host
 from .several_hosts import Placement, launch_host_round, write_report
@@ -69,7 +70,7 @@ def check_restart(options: RestartOptions, num_workers: int) -> RestartOptions:
             pass
     except OSError as error:
         raise OptionError(
-            f"--checkpoint {folder}: cannot be written as a folder: {error.strerror}"
+            f"--checkpoint {folder}: cannot be written as a folder: {why_no_folder(error)}"
         ) from error
     return RestartOptions(options.max_restarts, folder, options.min_ranks)
 

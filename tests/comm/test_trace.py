@@ -289,10 +289,19 @@ def test_a_long_run_is_cut_and_says_so(tmp_path, monkeypatch, capsys):
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    paths = (tmp_path, tmp_path / "missing" / "out.json", Path("/"), Path(os.devnull), tmp_path / "fifo")
-    for path in paths:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to(Path("missing") / "out.json")
+    names = ("", "missing/out.json", "fifo", "loop", "dangling")
+    for path in (*(tmp_path / name for name in names), Path("/"), Path(os.devnull)):
         with pytest.raises(OptionError, match="--trace"), tracing(path):
             raise AssertionError("the run began")
+
+
+def test_a_trace_may_be_a_symlink_to_a_new_file(tmp_path):
+    (tmp_path / "link").symlink_to("out.json")
+    with tracing(tmp_path / "link") as environ:
+        TraceWriter(Path(environ["SINGA_LITE_TRACE"])).close()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "out.json").is_file()
 
 
 def test_a_trace_that_another_job_writes_is_refused(tmp_path, capsys):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from singa_lite.data import mnist
-from singa_lite.data.cache import locked, whole_file
+from singa_lite.data.cache import cache_root, locked, whole_file
 from singa_lite.errors import DataError
 
 
@@ -40,6 +40,13 @@ def test_a_symlink_as_lock_is_a_data_error_of_the_data_set(tmp_path, monkeypatch
     with pytest.raises(DataError, match="lock"):
         mnist.load_mnist()
     assert target.read_bytes() == b"of the user"
+
+
+def test_without_a_home_the_variable_to_set_is_named(monkeypatch):
+    monkeypatch.delenv("SINGA_LITE_CACHE", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(DataError, match="set SINGA_LITE_CACHE to a folder"):
+        cache_root()
 
 
 def test_a_lock_keeps_what_the_file_holds_and_needs_no_right_to_write(tmp_path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -23,7 +24,7 @@ import pytest
 from singa_lite import cli, info_command, launch
 from singa_lite.backend.cpu.bfloat16 import describe
 from singa_lite.comm.job import threads_per_rank
-from singa_lite.errors import OptionError
+from singa_lite.errors import CommError, OptionError
 from singa_lite.launch import one_host
 from singa_lite.launch.output import RankOutput, Sink
 from singa_lite.launch.process_names import rank_names
@@ -686,6 +687,19 @@ def test_the_row_of_mpi_survives_a_broken_library_too(tmp_path, monkeypatch):
 
 def test_a_transport_whose_process_gives_no_answer_does_not_work():
     assert info_command._ask("") == "no: no answer"
+
+
+@pytest.mark.parametrize(("number", "helps"), [(errno.EAGAIN, True), (errno.E2BIG, False)])
+def test_a_process_that_cannot_start_for_want_of_something_names_the_limits(monkeypatch, number, helps):
+    def start(*_):
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(one_host, "_start", start)
+    with pytest.raises(
+        CommError, match=rf"cannot start rank 0 of 2 processes: \[Errno {number}\] no"
+    ) as caught:
+        one_host.launch(["-c", ""], 2)
+    assert ("ulimit" in str(caught.value)) == helps
 
 
 IGNORES_CHILDREN = "import signal, os, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "

@@ -245,7 +245,10 @@ def test_without_a_folder_the_script_must_save_by_itself(monkeypatch):
         ({"min_ranks": 4, "max_restarts": 1}, "--min-ranks 4: must be in 1..3"),
         ({"min_ranks": 0, "max_restarts": 1}, "--min-ranks 0: must be in 1..3"),
         ({"min_ranks": 2}, "--min-ranks: .* give --max-restarts too"),
-        ({"checkpoint": Path(__file__)}, "--checkpoint .*: cannot be written as a folder: File exists"),
+        (
+            {"checkpoint": Path(__file__)},
+            "--checkpoint .*: cannot be written as a folder: it is there and is not",
+        ),
         ({"checkpoint": Path("/proc/no")}, "--checkpoint .*: cannot be written as a folder: No such file"),
         ({"checkpoint": Path("/proc/self")}, "--checkpoint .*: cannot be written as a folder"),
     ],
