@@ -270,6 +270,8 @@ def _is_failure(error: BaseException | None) -> bool:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # the script has closed it; there is none; it is full, which Python reports when it flushes the last time
-        with contextlib.suppress(ValueError, AttributeError, OSError):
-            stream.flush()
+        with contextlib.suppress(ValueError, AttributeError):  # the script has closed it, or there is none
+            try:
+                stream.flush()
+            except OSError as error:  # Python fails at the end, but in a forked process says nothing
+                tell(f"singa_lite: output is lost: {error}\n")

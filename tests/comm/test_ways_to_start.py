@@ -700,13 +700,13 @@ def test_the_others_learn_of_an_error_that_a_hook_of_the_script_cannot_print(tmp
     assert_nothing_left(tmp_path)
 
 
-THREAD_OF_MULTIPROCESSING = """
+RANK_1_OF_MULTIPROCESSING = """
 import multiprocessing
 from singa_lite import singa_wrap as singa
 def train(rank, holder):
     communicator = singa.Communicator(rank, 2, holder, 1000)
     if rank == 1:
-{thread}
+{does}
 if __name__ == "__main__":
     holder = singa.NcclIdHolder()
     ranks = [multiprocessing.get_context("fork").Process(target=train, args=(rank, holder)) for rank in range(2)]
@@ -720,9 +720,18 @@ if __name__ == "__main__":
 
 def test_a_thread_of_multiprocessing_whose_failure_cannot_be_printed_fails_its_process(tmp_path):
     thread = "".join(f"        {line}\n" for line in FAILING_THREAD.splitlines())
-    text = FULL_ERRORS + THREAD_OF_MULTIPROCESSING.replace("{thread}", thread)
+    text = FULL_ERRORS + RANK_1_OF_MULTIPROCESSING.replace("{does}", thread)
     result = run_command([sys.executable, str(write_script(tmp_path, text))])
     assert result.stdout == "[0, 1]\n"
+
+
+def test_output_of_multiprocessing_that_cannot_be_flushed_is_an_error_with_a_text(tmp_path):
+    lost = "        import os, sys\n        os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    lost += "        sys.stdout = open(1, 'w', closefd=False)\n        print('lost')\n"
+    script = write_script(tmp_path, RANK_1_OF_MULTIPROCESSING.replace("{does}", lost))
+    result = run_command([sys.executable, str(script)])
+    assert result.stdout == "[0, 1]\n"
+    assert result.stderr == "singa_lite: output is lost: [Errno 28] No space left on device\n"
 
 
 @WAYS
