@@ -142,16 +142,23 @@ class Model(Layer):
         except BaseException:
             self._precision = before
             raise
-        self.name_parameters()
+        self._name_parameters()
         self._prepare()
         self._is_compiled = True
         self.train(is_train)
         self.graph(use_graph, sequential)
 
-    def name_parameters(self) -> None:
-        """Give each parameter its path as name; done by ``compile``, and as backward begins where a step made some."""
+    def _name_parameters(self) -> None:
         for name, param in self.get_params().items():  # as an optimizer does that is set later or never
             param.name = name
+
+    def name_parameters_of(self, layer: Layer) -> None:
+        """Give the parameters that a layer has made in a call of this model, if compiled, their paths as names."""
+        if self._is_compiled:
+            own = {id(value) for value in vars(layer).values()}
+            for name, param in self.get_params().items():
+                if id(param) in own:
+                    param.name = name
 
     def _prepare(self) -> None:
         """Give the parameters to the optimizer, if it has none."""
@@ -195,11 +202,12 @@ class Model(Layer):
     def _evaluate(self, *inputs: Any, **options: Any) -> Any:
         """``forward`` in evaluation, whatever other models of this thread do: no statistics change, none is dropped."""
         training, this_thread.training = this_thread.training, False
+        called, this_thread.called = this_thread.called, self
         try:
             with autograd.no_grad(), autocast_like(self._precision):
                 return self.forward(*inputs, **options)
         finally:
-            this_thread.training = training
+            this_thread.training, this_thread.called = training, called
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """Run forward, loss, ``self.optimizer(loss)``; a subclass writes it, and returns what its caller uses."""
@@ -267,7 +275,7 @@ class Model(Layer):
         def begin_backward() -> None:  # of several in the step, a later one may have other layers behind it
             if self._prepared != frozenset(map(id, self.get_params().values())):
                 self._prepared = None
-            self.name_parameters()
+            self._name_parameters()
             self._prepare()
 
         before, this_thread.before_backward = this_thread.before_backward, begin_backward
@@ -288,6 +296,7 @@ class Model(Layer):
                 "step; write it without yield and async"
             )
         outer, this_thread.model = this_thread.model, self
+        called, this_thread.called = this_thread.called, self
         try:
             with autocast_like(self._precision):
                 return self.train_one_batch(*inputs, **options)
@@ -298,7 +307,7 @@ class Model(Layer):
                 ) from error
             raise
         finally:
-            this_thread.model = outer
+            this_thread.model, this_thread.called = outer, called
 
     # ---- checkpoints -------------------------------------------------------------------------------
 

@@ -386,9 +386,6 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     assert y.creator is not None
     if this_thread.before_backward is not None:
         this_thread.before_backward()
-    elif this_thread.has_new_layers and this_thread.model is not None:
-        this_thread.has_new_layers = False
-        this_thread.model.name_parameters()
     nodes = nodes_behind(y.creator)
     used = next((node for node in nodes if node.context is None), None)
     if used is not None:

@@ -282,8 +282,14 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
                 is_lasting=False,
             )
         try:
-            self.initialize(*inputs, **options)
-            self._is_initialized = this_thread.has_new_layers = True
+            recording, this_thread.recording = this_thread.recording, False  # what it makes are leaves
+            try:
+                self.initialize(*inputs, **options)
+            finally:
+                this_thread.recording = recording
+            self._is_initialized = True
+            if makes_parameters and this_thread.called is not None:
+                this_thread.called.name_parameters_of(self)
             return forward(self, *inputs, **options)
         except BaseException:
             if makes_parameters:

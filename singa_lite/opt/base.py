@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,16 +113,6 @@ class Optimizer:
         self._parameters: list[Tensor] = []
         self._names: dict[Tensor, str] = {}  # of those that ``prepare`` was given
 
-    if not TYPE_CHECKING:  # mypy would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
-            kind = type(self).__name__
-            if "_slots" not in vars(self):
-                raise AttributeError(
-                    f"{kind} has no attribute {name!r}: its __init__ must call super().__init__(lr) first"
-                )
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-
     @property
     def step_counter(self) -> int:
         """Steps made so far, on which schedules depend."""
@@ -169,6 +159,8 @@ class Optimizer:
                 raise OptionError(f"{type(self).__name__}: prepare: {name} must be a dict, not {values!r}")
             for value in values.values():
                 check_tensor(f"{type(self).__name__}: prepare", value)
+        if "_names" not in vars(self):
+            raise OptionError(f"{type(self).__name__}: its __init__ must call super().__init__(lr) first")
         for name, param in params.items():
             param.name = self._names[param] = name
             self.slots(param)

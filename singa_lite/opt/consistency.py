@@ -75,10 +75,8 @@ class Consistency:
         self._is_loaded = False  # states, and not compared yet
         self._called: dict[Tensor, str] = {}  # names that the script or a Model has given
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
-        self._first_values: list[
-            str
-        ] = []  # hashes of what these were before, until the ranks have compared them
-        self._has_compared_by_hand = communicator.is_alone
+        # hashes of what these were before; None once the ranks have compared them, or if there is one rank
+        self._first_values: list[str] | None = None if communicator.is_alone else []
         # whose options the ranks have compared, in which precision
         self._compared: set[tuple[Scheme, str]] = set()
 
@@ -98,7 +96,7 @@ class Consistency:
         self.steps_by_hand = dist.opt._step_counter
         new = [param for param in params if param not in self._by_hand]
         self._by_hand |= dict.fromkeys(new)
-        if not self._communicator.is_alone:
+        if self._first_values is not None:
             with unrecorded():
                 self._first_values += [digest_of(param) for param in new if param not in self.names]
 
@@ -141,14 +139,11 @@ class Consistency:
         return _slots_of(dist, params) if dist.opt._step_counter else {}
 
     def compare_by_hand(self, dist: Compared) -> None:
-        """Warn, at a step by hand, if the ranks began with other values of parameters that it is the first to update.
-
-        At the first one without a Model it compares in any case: another rank may have updated some.
-        """
-        is_due = bool(self._first_values) or not (self._has_compared_by_hand or self.names)
-        digests, self._first_values = sorted(self._first_values), []
-        self._has_compared_by_hand = True
-        if is_due and dist.keeps_equal and not self.may_differ:
+        """Warn, at the first step by hand, if the ranks began with other values of parameters that no call has seen."""
+        if self._first_values is None:
+            return
+        digests, self._first_values = sorted(self._first_values), None
+        if dist.keeps_equal and not self.may_differ:
             with unrecorded():
                 if not are_alike(self._communicator, "first values of parameters updated by hand", digests):
                     warn(BY_HAND)

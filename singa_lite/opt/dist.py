@@ -243,11 +243,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     @opt.setter
     def opt(self, opt: Optimizer) -> None:
         _check_opt(opt)
-        before, self._opt = self._opt, opt
+        before = vars(self).get("_opt", opt)
         if opt is not before:
             if names := before._names:
                 opt.prepare({name: param for param, name in names.items()}, {})
             self._ranks.optimizer_set()
+        self._opt = opt
 
     @property
     def spars(self) -> float | DecayScheduler:

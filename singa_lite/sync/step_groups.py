@@ -41,5 +41,7 @@ class StepGroups:
 def uncounted(communicator: Communicator) -> Iterator[None]:
     """Leave what is sent inside out of the traffic of ``communicator``: making groups is no part of a step."""
     before = communicator.traffic.copy()
-    yield
-    communicator.traffic = before
+    try:
+        yield
+    finally:
+        communicator.traffic = before

@@ -81,7 +81,7 @@ def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor 
         if ret is not None:
             check_target(kernel, like, shape, ret)
             ret.check_leaf(kernel)
-        wide = like.as_type(float32)
+        wide = like.copy().as_type(float32)  # a leaf
         result = binary(kernel, wide, rhs, None) if like is lhs else binary(kernel, lhs, wide, None)
         return run("cast", like, result.array, shape=shape, ret=ret)
     a, b = (x.array if isinstance(x, Tensor) else number_array(kernel, x, like) for x in (lhs, rhs))

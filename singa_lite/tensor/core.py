@@ -6,8 +6,8 @@ what Note [tracked] names works on the values alone and is not recorded. Names a
 differ the docstring says so. ``backward``, which is not SINGA's, is reached through the same table.
 
 Note [tracked]: ``reshape``, ``transpose``, ``T`` and ``as_type`` to a float are the recorded operators of autograd in
-training where the tensor is a parameter or was recorded, or gradients would be lost (SINGA's are never recorded). Else
-the result is a leaf. ``clone`` and ``copy`` are always leaves.
+training where the tensor is a parameter, or was recorded and backward has not gone through it, or gradients would be
+lost (SINGA's are never recorded). Else the result is a leaf. ``clone`` and ``copy`` are always leaves.
 
 Note [in place]: in-place forms (``a += b``, the fillers, ``copy_from_numpy``, ``copy_data``) change values that a
 forward pass may have kept for its backward. Between the two, leave the tensors of that pass alone: after
@@ -49,14 +49,14 @@ from .checks import (
     product,
     resolve_shape,
 )
-from .tracked import is_tracked, warn_if_recorded
+from .tracked import is_recorded_now, warn_if_recorded
 
 __all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_numpy"]
 
 Number = float | int
 
 
-# "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
+# "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "slice", "reshape", "transpose", "cast", "backward"
 class _Operators(dict[str, Callable[..., Any]]):
     """Functions by name, which autograd puts here when it is imported."""
 
@@ -199,10 +199,6 @@ class Tensor:
     def is_recorded(self) -> bool:
         """Whether an operator made it and backward can go through that; False for a result of a recorded step."""
         return self.creator is not None and not self.creator.is_replayed
-
-    def _is_tracked(self) -> bool:
-        """Return whether an operator records a call with this tensor."""
-        return this_thread.training and this_thread.recording and is_tracked(self)
 
     def is_transpose(self) -> bool:
         """Return False: ``transpose`` copies."""
@@ -407,7 +403,7 @@ class Tensor:
     def as_type(self, dtype: Any) -> Tensor:
         """Return the values rounded to ``dtype``, "float" and "int" of 32 bits; see Note [tracked]."""
         wanted = _held_dtype(SINGA_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, self.device)
-        if self._is_tracked() and is_float(wanted):
+        if is_float(wanted) and is_float(self.dtype) and is_recorded_now(self):
             return OPERATORS["cast"](self, wanted)  # type: ignore[no-any-return]
         array = self.device.backend.empty(self.shape, wanted)
         self.device.backend.run("cast", self.array, out=array)
@@ -424,7 +420,7 @@ class Tensor:
 
         One size may be -1. ShapeError: another number of elements.
         """
-        if self._is_tracked():
+        if is_recorded_now(self):
             return OPERATORS["reshape"](self, shape)  # type: ignore[no-any-return]
         size = resolve_shape(self.shape, shape)
         expose(self.array)  # the view's own flag says whether it is writeable (graph/rounded.py)
@@ -435,7 +431,7 @@ class Tensor:
 
         ShapeError: ``axes`` is not a permutation.
         """
-        if self._is_tracked():
+        if is_recorded_now(self):
             return OPERATORS["transpose"](self, axes)  # type: ignore[no-any-return]
         order = as_permutation(axes, self.ndim())
         array = self.device.backend.empty(tuple(self.shape[axis] for axis in order), self.dtype)
@@ -609,7 +605,8 @@ class Tensor:
         """Raise a GraphError if an operator made this tensor and recorded it."""
         if self.is_recorded:
             raise GraphError(
-                f"{what}: changing a recorded tensor in place would falsify its gradients; compute a new one"
+                f"{what}: changing a recorded tensor in place would falsify its gradients; compute a new one, "
+                "change its clone(), or make it under autograd.no_grad()"
             )
         self.creator = None  # that of a recorded step, from which it is a copy
 

@@ -24,16 +24,7 @@ from ..device import Device, get_default_device
 from ..dtypes import is_float
 from ..errors import DTypeError, ShapeError, check_number
 from ..graph.rounded import expose
-from .calls import (
-    binary,
-    check_floats,
-    check_matrix,
-    check_pair,
-    check_target,
-    elementwise,
-    reduce,
-    run,
-)
+from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
 from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, check_raw, float32, listed
 from .core import Number, Tensor, check_tensor, check_vector, compare, to_numpy
 from .tracked import warn_if_recorded
@@ -358,7 +349,9 @@ def eq(t: Tensor, x: Tensor | Number) -> Tensor:
 def axpy(alpha: float, x: Tensor, y: Tensor) -> Tensor:
     """Compute y += alpha * x, in place; x broadcasts to y."""
     check_tensor("axpy", y)
-    y += eltwise_mult(x, alpha)
+    check_tensor("axpy", x)
+    warn_if_recorded("axpy", x)
+    y += eltwise_mult(x.copy(), alpha)
     return y
 
 

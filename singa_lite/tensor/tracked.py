@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors gradients go through, and a warning where a function would lose them."""
+"""Which tensors gradients go through, whether a call is recorded, and a warning where a function would lose them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def is_tracked(tensor: Any) -> bool:
     return tensor.creator is not None or (tensor.stores_grad and tensor.requires_grad)
 
 
+def is_recorded_now(tensor: Any) -> bool:
+    """Return whether operators record a call with ``tensor`` now, and a gradient may still go through it."""
+    if not (this_thread.training and this_thread.recording):
+        return False
+    if tensor.creator is None:
+        return bool(tensor.stores_grad and tensor.requires_grad)
+    return bool(tensor.is_recorded and tensor.creator.context is not None)
+
+
 def warn_if_recorded(where: str, *tensors: Any) -> None:
     """Warn if one of them is a recorded Tensor, and backward may still go through it.
 
@@ -26,7 +35,5 @@ def warn_if_recorded(where: str, *tensors: Any) -> None:
         where: the function of ``tensor`` that is called, for the message.
         tensors: what it computes from; other objects do not count.
     """
-    if this_thread.training and this_thread.recording:
-        recorded = [tensor for tensor in tensors if getattr(tensor, "is_recorded", False)]
-        if any(tensor.creator.context is not None for tensor in recorded):
-            warn(NO_GRADIENT.format(where))
+    if any(getattr(tensor, "is_recorded", False) and is_recorded_now(tensor) for tensor in tensors):
+        warn(NO_GRADIENT.format(where))

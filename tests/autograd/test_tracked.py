@@ -63,6 +63,39 @@ def test_the_result_is_a_leaf_where_nothing_is_recorded(name: str) -> None:
     assert method(param(DY)).creator is None
 
 
+def test_what_backward_has_gone_through_gives_leaves() -> None:
+    y = param(DY) * 2.0
+    loss = autograd.reduce_mean(y, None, 0)
+    assert y.reshape((8,)).creator is not None
+    list(autograd.backward(loss))
+    for method, _ in METHODS.values():
+        result = method(y)
+        result *= 2.0
+        assert result.creator is None
+
+
+def test_other_dtypes_than_those_of_a_block_are_reshaped_in_it() -> None:
+    w = param(DY)  # float64
+    with autograd.autocast("bf16"):
+        assert w.reshape((8,)).T().dtype == np.float64
+        assert (param(DY, float32) * 2.0).as_type("float64").reshape((8,)).dtype == np.float64
+
+
+def test_an_integer_parameter_is_rounded_to_a_leaf() -> None:
+    counts = Tensor(data=[1, 2], stores_grad=True)
+    assert counts.as_type("float32").creator is None
+
+
+def test_a_function_of_a_16_bit_parameter_and_a_number_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor.add(param(DY, "float16"), 1.0)
+        tensor.axpy(0.1, param(DY, "float16"), Tensor((2, 4), dtype="float16"))
+    with pytest.warns(UserWarning, match="of a recorded tensor") as found:
+        tensor.add(param(DY, "float16") * 2.0, 1.0)
+    assert len(found) == 1
+
+
 def test_a_whole_number_has_no_gradient() -> None:
     assert param(DY).as_type("int").creator is None
     with pytest.raises(DTypeError, match="cast: to = int32 is no float dtype"):

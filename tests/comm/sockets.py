@@ -14,7 +14,6 @@ import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,7 @@ class SocketCommunicator(Communicator):
         rank, size = ranks.index(self.rank), len(ranks)
         members = self.world.members_of(ranks)
         mine = World(rank, size, rank, size, ids[ranks[0]], self.transport, members)
-        return SocketCommunicator(replace(mine), self.timeout_s)
+        return SocketCommunicator(mine, self.timeout_s)
 
     def close(self) -> None:
         super().close()

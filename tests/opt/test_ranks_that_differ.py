@@ -437,6 +437,22 @@ def test_ranks_compare_an_optimizer_that_is_set_between_steps(kind: str, text: s
         assert re.search(text, found, re.DOTALL), found
 
 
+def test_an_optimizer_that_cannot_be_prepared_is_not_set() -> None:
+    class Bad(opt.SGD):
+        def prepare(self, params: Any, buffers: Any) -> None:
+            raise OptionError("not these")
+
+    net, first = Branches(), opt.SGD(0.1)
+    x = Tensor(data=np.ones((3, 4), np.float32))
+    net.set_optimizer(sgd := opt.DistOpt(first, communicator=LocalCommunicator(World())))
+    net.compile([x])
+    with pytest.raises(OptionError, match="not these"):
+        sgd.opt = Bad(0.1)
+    assert sgd.opt is first
+    with pytest.raises(AttributeError, match="'DistOpt' object has no attribute 'momentum'"):
+        _ = sgd.momentum
+
+
 def goes_on_with_another_optimizer(communicator: Any, use_graph: bool, folder: Path) -> list[bytes]:
     """Parameters after two steps from a checkpoint, saved by a run that has set the same optimizer, and its own."""
     found, path, x = (

@@ -34,6 +34,7 @@ __all__ = [
 
 class Reshape(Operator):
     autocast = "keep"
+    takes_any_float = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = shape
@@ -88,6 +89,7 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
 
 class Transpose(Operator):
     autocast = "keep"
+    takes_any_float = True
 
     def __init__(self, axes: Sequence[int] | None) -> None:
         self.axes = axes
