@@ -152,7 +152,7 @@ class Model(Layer):
         for name, param in self.get_params().items():  # as an optimizer does that is set later or never
             param.name = name
 
-    def name_parameters_of(self, layer: Layer) -> None:
+    def _name_parameters_of(self, layer: Layer) -> None:
         """Give the parameters that a layer has made in a call of this model, if compiled, their paths as names."""
         if self._is_compiled:
             own = {id(value) for value in vars(layer).values()}

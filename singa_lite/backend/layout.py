@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..dtypes import is_narrow
 from ..graph.memory import Memory, View
 from ..graph.nodes import Host, Kernel, Node
 
@@ -51,7 +50,10 @@ IMAGES = {**LIKE_FIRST, **LIKE_SECOND, **LIKE_SHAPE}
 
 
 def choose_formats(
-    calls: list[Node], conv_formats: ConvFormats, accepts: Callable[[View], bool]
+    calls: list[Node],
+    conv_formats: ConvFormats,
+    accepts: Callable[[View], bool],
+    takes_convolution: Callable[[Kernel], bool] = lambda call: True,
 ) -> list[Node]:
     """Return the same step in the memory formats that its convolutions prefer.
 
@@ -59,8 +61,9 @@ def choose_formats(
         conv_formats: called with the name of a convolution kernel, the shapes of x, w and y, whether there is a bias,
             the geometry and the dtype of x; returns the formats of x and y, or None for row-major.
         accepts: whether an image may have another format than row-major.
+        takes_convolution: whether images of a convolution may.
     """
-    return _Layout(calls, conv_formats, accepts).calls
+    return _Layout(calls, conv_formats, accepts, takes_convolution).calls
 
 
 def _is_image(view: View) -> bool:
@@ -73,8 +76,14 @@ def _is_row_major(call: Kernel) -> bool:
 
 
 class _Layout:
-    def __init__(self, calls: list[Node], conv_formats: ConvFormats, accepts: Callable[[View], bool]) -> None:
-        self._conv_formats, self._accepts = conv_formats, accepts
+    def __init__(
+        self,
+        calls: list[Node],
+        conv_formats: ConvFormats,
+        accepts: Callable[[View], bool],
+        takes_convolution: Callable[[Kernel], bool],
+    ) -> None:
+        self._conv_formats, self._accepts, self._takes_convolution = conv_formats, accepts, takes_convolution
         self._free = _changeable(calls)
         self._formats: dict[Memory, int] = {}  # of what is not plain
         # reordered, as long as nobody writes the original
@@ -102,7 +111,7 @@ class _Layout:
     def _convolution(self, call: Kernel) -> None:
         x, w, y, geometry = _of_convolution(call)
         wanted = None
-        is_known = _is_row_major(call) and has_wide_rest(call, x)
+        is_known = _is_row_major(call) and self._takes_convolution(call)
         if is_known and self._accepts(x) and all(map(_is_image, (x, y))):
             has_bias = len(call.inputs) == 3 or isinstance(call.out, tuple)
             wanted = self._conv_formats(
@@ -203,15 +212,6 @@ def _of_convolution(call: Kernel) -> tuple[View, View, View, dict[str, Any]]:
     if call.name == "conv2d_backward_data":
         return call.out, call.inputs[1], call.inputs[0], geometry
     return call.inputs[1], call.outputs[0], call.inputs[0], geometry
-
-
-def has_wide_rest(call: Kernel, x: View) -> bool:
-    """Whether a convolution of 16 bits has its bias, or writes its weights' and its bias's gradients, in float32.
-
-    Compiled ones take no other; weights or a bias that the step has computed have 16 bits, and so have their gradients.
-    """
-    rest = call.outputs if call.name == "conv2d_backward_weight" else call.inputs[2:]
-    return not is_narrow(x.dtype) or all(view.dtype == "float32" for view in rest)
 
 
 def _changeable(calls: Sequence[Node]) -> dict[Memory, View]:

@@ -289,7 +289,7 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
                 this_thread.recording = recording
             self._is_initialized = True
             if makes_parameters and this_thread.called is not None:
-                this_thread.called.name_parameters_of(self)
+                this_thread.called._name_parameters_of(self)
             return forward(self, *inputs, **options)
         except BaseException:
             if makes_parameters:

@@ -11,6 +11,8 @@ import resource
 import secrets
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -245,7 +247,7 @@ def open_world(world: World, size: int | None = None, rank: int | None = None, t
     return caught(lambda: ShmCommunicator(mine, timeout_s).close())
 
 
-def full(world: World) -> str:
+def limited(world: World) -> str:
     """Rank 0 may not make files above 64 KB, which fails where a full /dev/shm does: at the allocation."""
     if world.rank == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -255,10 +257,33 @@ def full(world: World) -> str:
     return text
 
 
-def test_no_space_for_the_segment_is_an_error_that_says_how_much_is_needed() -> None:
-    texts = run_ranks(full, 2, transport="none")
-    assert "needs 1.1 MB" in texts[0] and "free" in texts[0] and "--shm-size" in texts[0]
+def test_a_limit_on_the_size_of_files_is_an_error_that_names_it() -> None:
+    texts = run_ranks(limited, 2, transport="none")
+    assert "needs 1.1 MB" in texts[0] and "ulimit -f" in texts[0]
     assert texts[1], "rank 1 took part in a world that does not exist"
+
+
+RANK_0 = """
+from singa_lite.comm.base import World
+from singa_lite.comm.shm import ShmCommunicator
+from singa_lite.errors import CommError
+try:
+    ShmCommunicator(World(0, 2, 0, 2, "full", "shm"), 0.5)
+except CommError as error:
+    print(error)
+"""
+
+
+def test_no_space_for_the_segment_is_an_error_that_says_how_much_is_needed() -> None:
+    mounted = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh"]
+    try:
+        subprocess.run([*mounted, "true"], check=True, capture_output=True, timeout=LIMIT_S)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"/dev/shm cannot be mounted anew here: {error}")
+    done = subprocess.run(
+        [*mounted, sys.executable, "-c", RANK_0], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert "needs 1.1 MB" in done.stdout and "free" in done.stdout and "--shm-size" in done.stdout, done
 
 
 def full_group(c: Communicator) -> str:

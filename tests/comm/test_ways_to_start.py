@@ -668,12 +668,6 @@ def test_an_error_in_a_function_of_atexit_fails_the_job(tmp_path, way, registere
     assert_nothing_left(tmp_path)
 
 
-def test_a_limit_on_the_size_of_files_is_named_where_shared_memory_passes_it(tmp_path):
-    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))\n"
-    result = run_ranks_of(write_script(tmp_path, limit + JOINS), 2)
-    assert result.returncode == 1 and "ulimit -f" in result.stderr, result.stderr
-
-
 FULL_ERRORS = "import os, sys, threading\nos.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
 FAILING_THREAD = "thread = threading.Thread(target=lambda: [].pop())\nthread.start()\nthread.join()\n"
 FAILS_WITHOUT_A_WORD = {

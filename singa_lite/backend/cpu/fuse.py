@@ -11,13 +11,12 @@ from functools import partial
 
 import numpy as np
 
-from ...dtypes import bfloat16
+from ...dtypes import bfloat16, is_narrow
 from ...graph.memory import View, row_major
 from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
 from ..fuse import apply_rules, are_alike, relu_before_pooling
 from ..fuse_norm import add_residual, relu_after, relu_in_norm_backward
-from ..layout import has_wide_rest
 from .fuse_rows import RULES
 
 
@@ -31,10 +30,21 @@ def _is_compiled(call: Kernel, *others: View) -> bool:
     views = (*call.inputs, *call.outputs)
     if any(0 in view.shape or not view.is_row_major for view in (*views, *others)):
         return False
-    if call.name == "conv2d" and not has_wide_rest(call, call.inputs[0]):
+    if call.name == "conv2d" and not takes_convolution(call):
         return False
     a, b = views[0].shape, views[1].shape
     return call.name != "matmul" or (len(a) == len(b) and a[:-2] == b[:-2])
+
+
+def takes_convolution(call: Kernel) -> bool:
+    """Return whether there is compiled code for the dtypes of a convolution, or of one of its gradients.
+
+    Beside images of 16 bits there is none for a bias, or for gradients of weights and a bias, that have 16 bits too, as
+    those do that the step has computed.
+    """
+    is_weight_gradient = call.name == "conv2d_backward_weight"
+    images, rest = call.inputs[0], call.outputs if is_weight_gradient else call.inputs[2:]
+    return not is_narrow(images.dtype) or all(view.dtype == np.float32 for view in rest)
 
 
 def fuse(nodes: list[Node]) -> list[Node]:

@@ -21,7 +21,7 @@ from ...graph.nodes import Host, Kernel, Node
 from ..base import Array, Backend, is_kernel
 from ..formulas import UPDATES
 from ..layout import choose_formats
-from .fuse import fuse, is_compiled_dtype
+from .fuse import fuse, is_compiled_dtype, takes_convolution
 from .fuse_rows import LOWERED
 
 
@@ -82,7 +82,7 @@ class NativeKernels(Backend):
         return (
             nodes
             if self._conv_formats is None
-            else choose_formats(fuse(nodes), self._conv_formats, is_compiled_dtype)
+            else choose_formats(fuse(nodes), self._conv_formats, is_compiled_dtype, takes_convolution)
         )
 
     def rounds_updates(self, update: Kernel, param: View) -> bool:
