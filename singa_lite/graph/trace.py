@@ -63,9 +63,10 @@ class TraceWriter:
             self._write({"is_cut": True})
 
     def close(self) -> None:
-        """End the part; nothing is written any more."""
-        with self._lock:
-            self._close_file()
+        """End the part; nothing is written any more. Nothing in a forked child, where a thread may hold the lock."""
+        if self.pid == os.getpid():
+            with self._lock:
+                self._close_file()
 
     def _write(self, line: dict[str, Any]) -> None:
         data = json.dumps(line).encode() + b"\n"

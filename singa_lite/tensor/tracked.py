@@ -21,11 +21,9 @@ def is_tracked(tensor: Any) -> bool:
 
 def is_recorded_now(tensor: Any) -> bool:
     """Return whether operators record a call with ``tensor`` now, and a gradient may still go through it."""
-    if not (this_thread.training and this_thread.recording):
+    if not (this_thread.training and this_thread.recording and is_tracked(tensor)):
         return False
-    if tensor.creator is None:
-        return bool(tensor.stores_grad and tensor.requires_grad)
-    return bool(tensor.is_recorded and tensor.creator.context is not None)
+    return tensor.creator is None or (tensor.is_recorded and tensor.creator.context is not None)
 
 
 def warn_if_recorded(where: str, *tensors: Any) -> None:

@@ -446,3 +446,16 @@ def test_steps_of_a_trainer_are_traced(tmp_path, servers):
         names = [event["name"] for event in complete(trace, rank, COMPUTE)]
         assert names.count("forward") == names.count("backward") == 3 and "update" in names
         assert {event["args"]["step"] for event in complete(trace, rank, WAIT)} == {1, 2, 3}
+
+
+def test_a_forked_child_ends_though_a_thread_of_its_parent_was_writing(tmp_path):
+    writer = TraceWriter(tmp_path)
+    with writer._lock:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            writer.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    writer.close()
