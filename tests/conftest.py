@@ -17,7 +17,7 @@ from singa_lite import autograd
 from singa_lite.config import state
 from singa_lite.device import Device, get_default_device
 from tests.devices import cuda_device, no_gpu, standin_nccl
-from tests.smaller_worlds import repeated
+from tests.repeated import repeated
 from tests.standin import compiling
 
 NUL = b"\0"

@@ -27,6 +27,7 @@ from singa_lite.device import create_cpu_device
 from singa_lite.errors import CommError, DeviceError, DTypeError, GraphError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 WORLDS = [("local", 1), *((word, size) for word in ("shm", "mpi") for size in (2, 3, 4))]
 FACTS: list[Callable[[Any], None]] = []
@@ -935,9 +936,10 @@ def interrupted(communicator: Any, call: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     "call",
     ["all_reduce", "reduce", "bcast", "all_gather", "reduce_scatter", "barrier", "all_reduce_callback"],
+    count=2,
 )
 def test_a_collective_that_is_interrupted_on_one_rank_ends_on_all(call: str) -> None:
     for text in run_ranks(interrupted, 3, call):

@@ -17,6 +17,7 @@ from singa_lite.data import load_mnist
 from singa_lite.generation import find_generations
 from tests.limits import LIMIT_S
 from tests.ranks import _mpiexec, mpi_missing
+from tests.slow_cases import slow_but_first
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = ROOT / "tests" / "fixtures" / "mnist"
@@ -118,7 +119,7 @@ script.main()
 """
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     "name, options", [("train_mnist", []), ("train_cifar", ["--synthetic", 90, "--model", "mlp"])]
 )
 def test_a_job_killed_in_an_evaluation_keeps_every_epoch_and_may_be_started_again(
@@ -266,7 +267,7 @@ def test_train_adding_learns_to_add_on_two_processes(tmp_path):
     assert float(error) < 0.02  # to answer 1 always has 1/6
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (3, "fp32"), (2, "bf16")])
+@slow_but_first(("ranks", "precision"), [(3, "fp32"), (2, "bf16"), (1, "fp32")])
 def test_train_text_learns_and_keeps_equal_bits_on_all_ranks(tmp_path, ranks, precision):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     script = [

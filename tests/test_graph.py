@@ -20,6 +20,7 @@ from singa_lite.graph.recorder import Recorder
 from singa_lite.record import records
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
 
@@ -154,7 +155,7 @@ def with_changing_spars(use_graph, option, way, shares):
 
 @pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize("option", ["sparseTopK", "sparseThreshold"])
-@pytest.mark.parametrize("way", ["schedule", "attribute"])
+@slow_but_first("way", ["schedule", "attribute"])
 def test_twenty_values_of_spars_are_read_again(option, way):
     shares = [0.9 * 0.8**step for step in range(20)]
     plain = with_changing_spars(False, option, "number", shares)
@@ -376,7 +377,7 @@ def ranks_train(communicator, use_graph, option):
     return {name: value for name, value in values(net).items() if "running" not in name}
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@slow_but_first("option", OPTIONS, count=3)
 def test_ranks_replay_to_the_same_bits_as_eagerly(option):
     eager, graph = (run_ranks(ranks_train, 3, use_graph, option) for use_graph in (False, True))
     assert graph == eager

@@ -10,6 +10,7 @@ from singa_lite.comm.rendezvous import World
 from singa_lite.device import get_default_device
 from singa_lite.tensor import from_numpy, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 OPTIONS = ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"]
 CHANNELS = [3, 8, 16, 20]
@@ -138,7 +139,7 @@ def assert_alike(eager, graph, seed):
         )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@slow_but_first("seed", range(40), count=13)
 def test_a_random_network_trains_alike_in_both_modes(seed):
     assert_alike(*(trained(seed, use_graph) for use_graph in (False, True)), seed)
 

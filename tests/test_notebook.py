@@ -115,6 +115,7 @@ def assert_gradients(text: str, expected: tuple[Any, ...]) -> None:
     assert len(conv) == 9
 
 
+@pytest.mark.slow
 def test_every_cell_of_the_notebook_passes_on_two_engines(executed: Cells) -> None:
     code = [cell["id"] for cell in CELLS if cell["cell_type"] == "code"]
     outputs = {name: [output["output_type"] for output in executed[name]["outputs"]] for name in code}
@@ -124,6 +125,7 @@ def test_every_cell_of_the_notebook_passes_on_two_engines(executed: Cells) -> No
     assert "gradients are summed over 2 processes and divided by 2\n" in texts[0]
 
 
+@pytest.mark.slow
 def test_the_notebook_prints_the_gradients_of_nnabla(executed: Cells) -> None:
     for rank, text in enumerate(by_rank(executed, "backward")):
         np.testing.assert_allclose(float(text.split("=", 1)[1].split()[0]), LOSSES[rank], rtol=1e-5)
@@ -137,6 +139,7 @@ def test_the_notebook_prints_the_gradients_of_nnabla(executed: Cells) -> None:
     np.testing.assert_allclose(losses, [30.5698, 25.8651], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_after_a_cell_that_fails_on_one_engine_the_other_names_its_rank(executed: Cells) -> None:
     texts = "\n".join(shown(executed["fault"]))
     assert re.search(r"^ValueError: only this engine fails$", texts, re.MULTILINE)

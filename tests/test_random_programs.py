@@ -17,9 +17,9 @@ from singa_lite.device import get_default_device
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.devices import cuda_device, no_gpu
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
-STEPS, PROGRAMS, PROGRAMS_ON_RANKS = 6, 120, 24
-PROGRAMS_ON_GPU = 16 if no_gpu() else 100
+STEPS, PROGRAMS_ON_RANKS = 6, 24
 OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
 
 
@@ -240,27 +240,36 @@ def assert_same(eager: list[Any], graph: list[Any], seed: int) -> None:
 
 
 @pytest.mark.usefixtures("as_recorded")
-def test_recorded_programs_do_what_eager_ones_do() -> None:
+@slow_but_first("seeds", [range(40), range(40, 120)], ids=str)
+def test_recorded_programs_do_what_eager_ones_do(seeds: range) -> None:
     replayed = 0
-    for seed in range(PROGRAMS):
+    for seed in seeds:
         (eager, _), (graph, records) = run(seed, False), run(seed, True)
         assert_same(eager, graph, seed)
         replayed += records > 0
-    assert replayed > PROGRAMS // 2  # and most of them were recorded
+    assert replayed > len(seeds) // 2  # and most of them were recorded
 
 
 @pytest.mark.usefixtures("as_recorded")
-@pytest.mark.parametrize("cuda", ["standin"] if no_gpu() else [pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_recorded_programs_do_what_eager_ones_do_on_cuda(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@slow_but_first(
+    ("cuda", "seeds"),
+    [("standin", range(8)), ("standin", range(8, 16))]
+    if no_gpu()
+    else [pytest.param("gpu", range(100), marks=pytest.mark.gpu)],
+    ids=str,
+)
+def test_recorded_programs_do_what_eager_ones_do_on_cuda(
+    cuda: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state, "default_device", cuda_device(monkeypatch))
     replayed = 0
-    for seed in range(PROGRAMS_ON_GPU):
+    for seed in seeds:
         if cuda == "standin" and Program(np.random.default_rng(seed)).on_host == "data":
             continue  # calls a function of numpy, which the stand-in of cupy has not
         (eager, _), (graph, records) = run(seed, False), run(seed, True)
         assert_same(eager, graph, seed)
         replayed += records > 0
-    assert replayed > PROGRAMS_ON_GPU // 4
+    assert replayed > len(seeds) // 4
 
 
 def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[list[Any]]:

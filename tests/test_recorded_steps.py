@@ -34,6 +34,7 @@ from singa_lite.errors import GraphError
 from singa_lite.record import attributes as record_attributes
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 STEPS = 6
 Pair = namedtuple("Pair", "out loss")
@@ -1252,7 +1253,7 @@ def exchange_by_hand(communicator: Any, exchange: Any, use_graph: bool) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("exchange", BY_HAND, ids=lambda exchange: exchange.__name__)
+@slow_but_first("exchange", BY_HAND, ids=lambda exchange: exchange.__name__, count=3)
 def test_a_collective_by_hand_is_sent_at_every_replay(exchange: Any, size: int) -> None:
     eager, graph = (run_ranks(exchange_by_hand, size, exchange, use_graph) for use_graph in (False, True))
     for mine, theirs in zip(eager, graph, strict=True):

@@ -16,6 +16,7 @@ from singa_lite.errors import CommError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.checkpoint.job_net import Net
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 OPTIONS = [
     "fp32",
@@ -79,7 +80,7 @@ def resumed(communicator: Communicator, folder: str, use_graph: bool) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("use_graph", [False, True])
+@slow_but_first("use_graph", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_resumed_run_ends_with_the_bits_of_the_run_that_was_saved(
     tmp_path: Path, size: int, use_graph: bool

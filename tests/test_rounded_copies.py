@@ -27,6 +27,7 @@ from singa_lite.record.record import Record
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.comm.processes import wait_until
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 OPTIMIZERS = {
     "plain": lambda: opt.SGD(lr=0.1),
@@ -285,7 +286,7 @@ WRITES = [value for name, value in list(globals().items()) if name.startswith("b
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("kind", ["plain", "adam"])
+@slow_but_first("kind", ["adam", "plain"])
 def test_what_writes_a_parameter_between_two_replays_is_seen(
     write: Callable[[Net, Tensor], None], kind: str
 ) -> None:

@@ -24,6 +24,7 @@ from singa_lite.graph.arena import share_memory
 from singa_lite.graph.memory import Memory, View
 from singa_lite.graph.nodes import Kernel
 from tests.limits import LIMIT_S
+from tests.slow_cases import slow_but_first
 
 KERNELS, REASON = _native.load("_kernels")
 if KERNELS is None:
@@ -675,7 +676,7 @@ def run_for(isa: str, *arguments: str) -> str:
 
 @needs_onednn
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="it runs these tests again")
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE_BF16"])
+@slow_but_first("isa", ["AVX2", "AVX512_CORE_BF16"])
 def test_products_are_right_with_and_without_the_instructions(isa):
     run_for(isa, "-m", "pytest", "-q", "-x", __file__, "-k", "product or convolution")
 

@@ -17,6 +17,7 @@ from singa_lite.backend.recurrent import GATES, RnnConfig
 from singa_lite.config import state
 from singa_lite.errors import DeviceError
 from tests.devices import no_gpu, standin_cudnn
+from tests.slow_cases import slow_but_first
 
 REFERENCE = NumpyBackend()
 TOLERANCE = {"float16": 8e-3, "float32": 1e-5, "float64": 1e-12}  # of the largest element
@@ -169,7 +170,7 @@ def test_descriptors_are_given_back(counters: ctypes.CDLL, all_given_back: None,
     assert counters.standin_cudnn_live() == before + 6
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     "call",
     [
         "cudnnCreateRNNDescriptor",
@@ -186,6 +187,7 @@ def test_descriptors_are_given_back(counters: ctypes.CDLL, all_given_back: None,
         "cudnnRNNBackwardData_v8",
         "cudnnRNNBackwardWeights_v8",
     ],
+    count=3,
 )
 def test_every_failing_call_is_reported_with_its_text(
     all_given_back: None, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from singa_lite.bench.wire_bytes import Message
 from singa_lite.comm.link import parse_link
 from singa_lite.errors import OptionError
 from tests.limits import LIMIT_S
+from tests.slow_cases import slow_but_first
 
 LINK = parse_link("link", "8kbit,1s")  # 1 ms a byte
 OPTIONS = ("fp32", "bf16", "localSGD:4")
@@ -163,7 +164,7 @@ def validate(folder, function, *words):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("link", [["--link", "100mbit,1ms"], []])
+@slow_but_first("link", [["--link", "100mbit,1ms"], []])
 def test_the_command_predicts_and_measures_three_ranks(link, tmp_path):
     words = ["--ranks", "3", "--options", "sparseTopK:0.01,localSGD:2", *link]
     done = validate(tmp_path, "small", *words)

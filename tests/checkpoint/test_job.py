@@ -34,6 +34,7 @@ from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
 from tests.comm.processes import fresh_environment, run_ranks_of, wait_until, write_script
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 BEFORE, AFTER = 5, 8  # steps: localSGD:4 averages before the save and after it
 
@@ -70,7 +71,7 @@ def resumed(communicator: Communicator, folder: str, use_graph: bool, options: l
     return found
 
 
-@pytest.mark.parametrize("use_graph", [False, True])
+@slow_but_first("use_graph", [True, False])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_job_that_goes_on_ends_with_the_same_bits(tmp_path: Path, size: int, use_graph: bool) -> None:
     transport = "local" if size == 1 else "shm"
@@ -554,7 +555,7 @@ except CommError:
 """
 
 
-@pytest.mark.parametrize("kind", ["raises", "exits"])
+@slow_but_first("kind", ["raises", "exits"])
 def test_a_process_that_ends_by_a_lost_rank_does_not_wait_for_its_file(tmp_path: Path, kind: str) -> None:
     script = write_script(tmp_path, LOSES_A_RANK)
     done = run_ranks_of(
@@ -711,7 +712,7 @@ def set_on_one_rank(communicator: Communicator, folder: str, option: str, is_fro
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize("option", ["fp32", "sparseTopK:0.05", "localSGD:8"])
+@slow_but_first("option", ["fp32", "sparseTopK:0.05", "localSGD:8"])
 def test_parameters_that_differ_although_the_dist_option_keeps_them_equal_are_not_saved(
     tmp_path: Path, option: str, is_frozen: bool
 ) -> None:

@@ -23,6 +23,7 @@ from singa_lite.errors import CheckpointError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.checkpoint.job_net import OPTIONS, Net, batch, compiled, seed
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 NUM_SAMPLES = (
     119  # three steps of 3 samples a rank by 4, 2, 3 and 4 ranks, the last two samples in the last step
@@ -143,7 +144,7 @@ def constant_gradient(communicator: Communicator, folder: str, options: dict[str
     return float(before - to_numpy(weight).item())
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     ("options", "change"),
     [
         ({"accumulate": 2}, 1.0),
@@ -316,7 +317,7 @@ def drawn(communicator: Communicator, folder: str, alike: str) -> dict[str, Any]
 STREAMS = ("device", "numpy", "python")
 
 
-@pytest.mark.parametrize("alike", ["", "device", "numpy", "python", "device numpy python"])
+@slow_but_first("alike", ["", "device numpy python", "device", "numpy", "python"], count=2)
 def test_ranks_draw_the_same_after_a_resize_only_where_they_did_before(tmp_path: Path, alike: str) -> None:
     runs = [run_ranks(drawn, size, str(tmp_path), alike, transport="shm") for size in (1, 3, 2, 1, 2)]
     assert [rank["job"] for run in runs for rank in run] == [False] + 8 * [True]

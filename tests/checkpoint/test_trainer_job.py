@@ -14,6 +14,7 @@ from singa_lite.errors import CheckpointError, OptionError
 from singa_lite.tensor import from_numpy, to_numpy
 from tests.checkpoint.job_net import WithTrainer, batch, bits, with_trainer
 from tests.kvstore.rig import Launch, Rig, caught, run_calls
+from tests.slow_cases import slow_but_first
 
 UNLOSSY = {"compression_params": None}
 
@@ -68,7 +69,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(3, 0), (2, 1), (3, 2)])
+@slow_but_first(("workers", "servers"), [(3, 2), (2, 1), (3, 0)])
 def test_a_job_that_goes_on_ends_with_the_same_bits(tmp_path: Path, workers: int, servers: int) -> None:
     """Also with another number of servers."""
     calls = [(str(tmp_path / kind), kind, options) for kind, options in KINDS]

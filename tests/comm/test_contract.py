@@ -631,9 +631,11 @@ def skip_without(transport: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "size"),
     [
-        # what a transport does with four ranks is seen on shm in each run
+        # what a transport does with four ranks, or with one, is seen on shm in each run
         pytest.param(
-            *world, id=f"{world[0]}-{world[1]}", marks=[pytest.mark.slow] if world == ("mpi", 4) else []
+            *world,
+            id=f"{world[0]}-{world[1]}",
+            marks=[pytest.mark.slow] if world in (("mpi", 1), ("mpi", 4)) else [],
         )
         for world in WORLDS
     ],

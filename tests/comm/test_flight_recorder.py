@@ -41,6 +41,7 @@ from tests.comm.processes import (
 )
 from tests.limits import LIMIT_S
 from tests.ranks import _mpiexec, mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the flight recorder needs Linux")
 
@@ -101,7 +102,7 @@ def warns_into(communicator: Communicator, stream: str) -> None:
         sys.stderr = sys.__stderr__
 
 
-@pytest.mark.parametrize("stream", ["full", "closed", "none"])
+@slow_but_first("stream", ["full", "closed", "none"])
 def test_an_error_stream_that_takes_nothing_is_no_error(stream: str) -> None:
     run_ranks(warns_into, 2, stream)
 
@@ -160,7 +161,7 @@ def assert_names_rank_1(report: str, kind: str) -> None:
     assert ("in a debugger" in report) == (kind == "pdb")
 
 
-@pytest.mark.parametrize("kind", EVIDENCE)
+@slow_but_first("kind", EVIDENCE)
 def test_a_late_rank_is_named_with_its_call_and_line(kind: str, tmp_path: Path) -> None:
     errors, outputs = run_late(kind, tmp_path, "shm", True)
     (path,) = (tmp_path / "logs").iterdir()
@@ -185,7 +186,7 @@ def test_without_a_folder_one_rank_prints_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
-@pytest.mark.parametrize("kind", ["stop", "loop"])
+@slow_but_first("kind", ["stop", "loop"])
 def test_over_mpi_one_rank_of_the_host_reports_too(kind: str, tmp_path: Path) -> None:
     run_late(kind, tmp_path, "mpi", True)
     (path,) = (tmp_path / "logs").iterdir()

@@ -25,6 +25,7 @@ from singa_lite.errors import CommError
 from tests.comm.processes import assert_nothing_left, at_once, run_command, wait_until, write_script
 from tests.limits import LIMIT_S
 from tests.ranks import _mpiexec, mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 pytestmark = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
 # Open MPI needs leave to run as root and with more ranks than cores
@@ -481,9 +482,7 @@ def test_a_caught_time_out_still_ends_the_job(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "names", [("PMI_SIZE", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")]
-)
+@slow_but_first("names", [("PMI_SIZE", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")])
 def test_an_mpi_that_knows_nothing_of_the_others_is_an_error(tmp_path, names):
     script = write_script(tmp_path, STEP)
     result = run_command([sys.executable, str(script), "5", "4"], **dict(zip(names, "20", strict=True)))

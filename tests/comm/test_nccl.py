@@ -34,6 +34,7 @@ from tests.comm.test_contract import FACTS, REDUCE_OPS, data, everyone, folded, 
 from tests.devices import cuda_device_of_rank, standin_nccl
 from tests.limits import LIMIT_S
 from tests.ranks import RankDied, mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 # where NCCL's own way differs from the contract, as NcclCommunicator says; checked below in its own way
 OWN_WAY = {
@@ -833,7 +834,7 @@ def trained(size: int) -> list[list[tuple[Any, Any, int]]]:
     return run(train_both_ways, size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@slow_but_first("size", [3, 1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["dist_option"])
 def test_every_dist_option_trains_as_on_the_cpu_and_only_the_count_waits(options, size, monkeypatch):
     monkeypatch.setenv("STANDIN_SLOW_MS", "1")

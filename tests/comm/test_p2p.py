@@ -25,9 +25,10 @@ from singa_lite.comm.p2p import Message, Messenger
 from singa_lite.errors import CommError, DTypeError, OptionError, ShapeError
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 Array = np.ndarray[Any, Any]
-JOBS = [(1, 1), (2, 1), (2, 2)]  # workers, servers
+JOBS = [(2, 2), (2, 1), (1, 1)]  # workers, servers
 LARGE = 64 << 20  # bytes
 
 
@@ -468,7 +469,7 @@ def outcomes(transport: str, num_workers: int, num_servers: int) -> list[dict[st
     )
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}+{job[1]}")
+@slow_but_first("job", JOBS, ids=lambda job: f"{job[0]}+{job[1]}")
 @pytest.mark.parametrize("transport", sorted(find_messengers()))
 class TestMessengerContract:
     @pytest.mark.parametrize("name", [check.__name__ for check in FACTS])

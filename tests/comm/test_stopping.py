@@ -36,6 +36,7 @@ from tests.comm.processes import (
 )
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 TRANSPORTS = [
@@ -218,7 +219,7 @@ def check_all_stop(folder, transport, graph, how):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "recorded"])
+@slow_but_first("graph", [True, False], ids=["recorded", "eager"])
 def test_a_signal_to_one_of_three_ranks_stops_all_at_the_same_step(tmp_path, transport, graph):
     check_all_stop(tmp_path, transport, graph, "SIGTERM")
 
@@ -227,8 +228,10 @@ def test_sigusr1_to_one_of_three_ranks_stops_all_as_well(tmp_path):
     check_all_stop(tmp_path, "shm", True, "SIGUSR1")
 
 
-@pytest.mark.parametrize(
-    ("option", "size"), [("localSGD:7", 3), ("hierarchical", 4), ("hierarchical:sparseTopK", 4), ("dgc", 3)]
+@slow_but_first(
+    ("option", "size"),
+    [("localSGD:7", 3), ("hierarchical", 4), ("hierarchical:sparseTopK", 4), ("dgc", 3)],
+    count=2,
 )
 def test_schemes_stop_at_the_same_step(tmp_path, option, size):
     ends = train(tmp_path, size, "shm", option, True, "SIGTERM", [size - 1], random.uniform(0, 0.5))

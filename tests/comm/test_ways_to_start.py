@@ -26,6 +26,7 @@ from tests.comm.processes import (
 )
 from tests.limits import LIMIT_S
 from tests.ranks import _mpiexec, mpi_missing
+from tests.slow_cases import slow_but_first
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 
@@ -190,7 +191,7 @@ def files_of(folder):
     return list(Path("/dev/shm").glob(f"*{(folder / 'rendezvous_id').read_text()}*"))
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     ("method", "end", "code"),
     [
         ("fork", "kill", -9),
@@ -215,7 +216,7 @@ def test_a_multiprocessing_rank_that_ends_before_joining_is_noticed_at_once(tmp_
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     ("method", "stage", "others"),
     [
         *(
@@ -227,6 +228,7 @@ def test_a_multiprocessing_rank_that_ends_before_joining_is_noticed_at_once(tmp_
         ("spawn", "training", ("other",)),
         ("forkserver", "training", ("other",)),
     ],
+    count=2,
 )
 def test_ranks_of_multiprocessing_end_with_a_killed_parent(tmp_path, method, stage, others):
     script = write_script(tmp_path, GATHERING)
@@ -247,7 +249,7 @@ def test_ranks_of_multiprocessing_end_with_a_killed_parent(tmp_path, method, sta
             os.kill(int(pid), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@slow_but_first("rank", [0, 1])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 7)])
 def test_signal_handlers_run_while_a_rank_waits_for_the_others(tmp_path, rank, number, code):
     rendezvous_id = "test" + secrets.token_hex(8)
@@ -327,7 +329,7 @@ KEEPS_ALIVE = {
 }
 
 
-@pytest.mark.parametrize("what", KEEPS_ALIVE)
+@slow_but_first("what", KEEPS_ALIVE)
 def test_an_exception_ends_a_job_whose_ranks_something_keeps_alive(tmp_path, what):
     text = STEP + KEEPS_ALIVE[what] + "if rank == 1:\n    raise ValueError('the cause')\n" + AGAIN
     command = launch_command(write_script(tmp_path, text), 3, options=["--max-restarts", "1"])
@@ -608,7 +610,7 @@ STARTS = {
 
 
 @pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing())
-@pytest.mark.parametrize("start", STARTS)
+@slow_but_first("start", STARTS)
 def test_a_child_of_an_mpi_rank_is_not_taken_for_it_but_may_start_a_job(tmp_path, start):
     child = "from singa_lite import opt\nimport sys\nsys.stdout.write(f'size {opt.DistOpt().communicator.size}\\n')"
     write_script(tmp_path, child, "prints_size.py")
@@ -678,7 +680,7 @@ FAILS_WITHOUT_A_WORD = {
 
 
 @WAYS
-@pytest.mark.parametrize("what", FAILS_WITHOUT_A_WORD)
+@slow_but_first("what", FAILS_WITHOUT_A_WORD)
 def test_a_failure_that_cannot_be_printed_fails_the_job(tmp_path, way, what):
     result = run_with(way, write_script(tmp_path, FULL_ERRORS + FAILS_WITHOUT_A_WORD[what]))
     assert result.returncode != 0, result
@@ -741,7 +743,7 @@ def test_output_that_cannot_be_flushed_keeps_no_rank_from_leaving(tmp_path, way)
 
 
 @WAYS
-@pytest.mark.parametrize("group", ["pair", "reverse"])
+@slow_but_first("group", ["pair", "reverse"])
 def test_members_of_a_group_get_the_error_of_one_by_its_number_in_the_world(tmp_path, way, group):
     text = STEP + "pair = communicator.new_group([1, 2])\nreverse = pair and pair.new_group([1, 0])\n"
     text += "if rank == 2:\n    raise ValueError('the cause')\n"

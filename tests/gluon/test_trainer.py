@@ -27,6 +27,7 @@ from singa_lite.kvstore.replica import ReplicaStore
 from singa_lite.tensor import Tensor, to_numpy
 from tests.gluon.jobs import BIG_ARRAY, Rig, backward, bits, check_outcome, parameter, run_job, values
 from tests.ranks import mpi_missing
+from tests.slow_cases import slow_but_first
 
 F32 = np.float32
 # transport, workers, servers
@@ -981,9 +982,13 @@ def test_seven_workers_know_that(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAME_ANYWHERE)
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_servers_and_transport_do_not_change_a_bit(num_workers: int, name: str) -> None:
-    jobs = [job for job in JOBS if job[1] == num_workers and not (job[0] == "mpi" and mpi_missing())]
+@slow_but_first("num_workers", [3, 2])
+@slow_but_first("transports", [["shm"], ["shm", "mpi"]], ids=str)
+def test_servers_and_transport_do_not_change_a_bit(
+    num_workers: int, transports: list[str], name: str
+) -> None:
+    jobs = [job for job in JOBS if job[0] in transports and job[1] == num_workers]
+    jobs = [job for job in jobs if not (job[0] == "mpi" and mpi_missing())]
     found = [result for job in jobs for result in check_outcome(outcomes(*job), name)]
     assert len(found) >= 2 * num_workers and all(result == found[0] for result in found)
 

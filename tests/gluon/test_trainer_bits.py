@@ -15,6 +15,7 @@ import pytest
 from singa_lite import autograd, gluon, opt
 from singa_lite.tensor import Tensor, to_numpy
 from tests.gluon.jobs import Rig, check_outcome, run_job
+from tests.slow_cases import slow_but_first
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 STEPS, BATCH = 50, 2
@@ -90,7 +91,7 @@ def outcomes(transport: str, num_workers: int, num_servers: int) -> list[Any]:
     return run_job(transport, num_workers, num_servers, [bits_of_trainers])
 
 
-@pytest.mark.parametrize("num_servers", [0, 1, 2])
+@slow_but_first("num_servers", [2, 0, 1])
 @pytest.mark.parametrize(
     ("transport", "num_workers"),
     [

@@ -11,6 +11,7 @@ import pytest
 
 from tests.comm.processes import run_command, write_script
 from tests.ranks import _mpiexec, mpi_missing
+from tests.slow_cases import slow_but_first
 
 pytestmark = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
 
@@ -54,7 +55,7 @@ def test_a_store_and_a_trainer_work_in_an_mpi_job_with_a_server(tmp_path: Path) 
         assert f"worker {rank} of 2 with 1 server" in result.stdout
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@slow_but_first("first", [0, 1])
 def test_a_script_that_finalizes_mpi_itself_closes_its_store(tmp_path: Path, first: int) -> None:
     end = """
 import time

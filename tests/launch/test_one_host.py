@@ -42,6 +42,7 @@ from tests.comm.processes import (
     write_script,
 )
 from tests.limits import LIMIT_S
+from tests.slow_cases import slow_but_first
 
 LIMITS = {"ALIVE_S", "DRAIN_S", "FINAL_OUTPUT_S"}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
@@ -558,7 +559,7 @@ def test_an_unread_pipe_hides_no_death_and_no_signal(tmp_path):
     job.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@slow_but_first("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, number):
     job = subprocess.Popen(
         launch_command(write_script(tmp_path, FLOOD), 2), stdout=subprocess.PIPE, env=fresh_environment()

@@ -32,6 +32,7 @@ from tests.comm.processes import (
 )
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing
+from tests.slow_cases import slow_but_first
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 needs_mpi = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
@@ -372,7 +373,7 @@ sys.exit(3 if number == 0 and rank == 1 else 0)
     )
 
 
-@pytest.mark.parametrize("num_servers", ["0", "1"])
+@slow_but_first("num_servers", ["0", "1"])
 def test_a_worker_that_fails_late_stays_where_a_trainer_counts_the_steps(tmp_path, num_servers):
     text = """
 import numpy as np
@@ -474,7 +475,7 @@ FAILS = {  # of itself, before its first step
 }
 
 
-@pytest.mark.parametrize("way", FAILS)
+@slow_but_first("way", FAILS)
 def test_a_rank_that_fails_of_itself_is_left_out_whatever_it_prints(tmp_path, way):
     text = "import threading\nfrom singa_lite.errors import CommError\n"
     text += f"if rank == 1 and size == 3:\n    {FAILS[way]}\n"
@@ -582,6 +583,7 @@ def test_a_job_goes_on_without_the_host_whose_rank_fails_at_the_start(tmp_path):
 
 
 @needs_mpi
+@pytest.mark.slow  # as ranks of one host, above
 def test_no_host_loses_a_slot_for_one_whose_rank_hangs_before_its_first_step(tmp_path):
     options = [
         "--timeout",

@@ -15,6 +15,7 @@ from singa_lite.device import get_default_device
 from singa_lite.errors import CheckpointError, DTypeError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 FLAGS = [("requires_grad",), ("stores_grad",), ("requires_grad", "stores_grad")]
 FROZEN = ("body.W", "body.b")
@@ -98,7 +99,7 @@ def bits_of_rank(
     return bits(net)
 
 
-@pytest.mark.parametrize("use_graph", [False, True])
+@slow_but_first("use_graph", [True, False])
 @pytest.mark.parametrize("option", ["fp32", "sparseTopK:0.2", "powerSGD:2"])
 def test_all_ranks_hold_those_of_rank_0(option: str, use_graph: bool) -> None:
     by_flags = [run_ranks(bits_of_rank, 3, flags, option, use_graph) for flags in FLAGS]

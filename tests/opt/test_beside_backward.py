@@ -26,6 +26,7 @@ from tests.comm.gpu_standin import host_of
 from tests.devices import cuda_device, cuda_device_of_rank, no_gpu
 from tests.limits import LIMIT_S
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 from tests.sync.make_scheme import NoOptimizer, begin, make_scheme
 
 COMPUTE, PACK, UNPACK = range(3)
@@ -192,7 +193,7 @@ def full(device: Device, value: float) -> Tensor:
     return Tensor(data=np.full(SIZE, value, np.float32), device=device)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@slow_but_first("option", OPTIONS, count=2)
 def test_memory_that_a_failed_step_packs_is_not_given_to_others(device: Any, option: str) -> None:
     released = hold_up(device.backend, PACK)
 

@@ -29,6 +29,7 @@ from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
 from tests.devices import cuda_device_of_rank, no_gpu
 from tests.ranks import RankDied, run_ranks
+from tests.slow_cases import slow_but_first
 
 OPTIONS = [
     "fp32",
@@ -50,10 +51,8 @@ MORE_STEPS = {
     "accumulate": 9,
 }  # four chunks and two kinds of calls, each with graphs of its own
 # two ranks are three without jitter, and with calls of NCCL that block
-TWO_RANKS = ["fp32", "int8", "accumulate"]
-WORLDS = [(option, 3) for option in OPTIONS] + [
-    pytest.param(option, 2, marks=[] if option in TWO_RANKS else [pytest.mark.slow]) for option in OPTIONS
-]
+FIRST = [("fp32", 3), ("int8", 2), ("sparseTopK", 3), ("accumulate", 3)]
+WORLDS = FIRST + [world for size in (3, 2) for option in OPTIONS if (world := (option, size)) not in FIRST]
 pytestmark = [
     pytest.mark.usefixtures("standin_libraries"),
     pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check trains on two ranks itself"),
@@ -165,7 +164,7 @@ def check(results: list[list[dict[str, Any]]], option: str) -> None:
             np.testing.assert_array_equal(graph["optimizer"][name], value, name)
 
 
-@pytest.mark.parametrize(("option", "size"), WORLDS)
+@slow_but_first(("option", "size"), WORLDS, count=len(FIRST))
 def test_ranks_with_gpus_train_as_ranks_without(
     option: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +486,7 @@ def fail_now_and_then(world: World, kind: str, option: str) -> tuple[list[float]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("option", ["fp32", "fp16", "hierarchical"])
+@slow_but_first("option", ["fp32", "fp16", "hierarchical"])
 def test_a_step_after_one_that_failed_waits_for_what_that_left_in_flight(
     kind: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

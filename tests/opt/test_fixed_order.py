@@ -17,6 +17,7 @@ from singa_lite.device import get_default_device
 from singa_lite.errors import CheckpointError, CommError, DataError, OptionError, SingaLiteError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 NUM_SAMPLES, BATCH = 203, 5  # the last global batch of an epoch has microbatches of 4 and 5
 MODES = [("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True)]
@@ -97,7 +98,7 @@ def alone() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@slow_but_first("size", [4, 2, 8])
 def test_every_number_of_ranks_ends_with_the_bits_of_one(alone: list[int], size: int) -> None:
     assert run_ranks(checksums, size, 14) == [alone] * size
 
@@ -217,7 +218,7 @@ def small_checksums(
     "arguments",
     [
         pytest.param((MANY, 1, -1, -1, None), id="many microbatches"),
-        pytest.param((32, 3, -1, -1, None), id="three batch sizes"),
+        pytest.param((32, 3, -1, -1, None), id="three batch sizes", marks=pytest.mark.slow),
         pytest.param((4, 1, 3, 2, "skip"), id="left out behind a save"),
         pytest.param((4, 1, 3, 2, "raise"), id="an error behind a save"),
         pytest.param((4, 1, 0, -1, "skip"), id="the first one left out"),

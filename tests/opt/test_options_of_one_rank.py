@@ -16,6 +16,7 @@ from singa_lite.errors import CommError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 
 STEPS, CHANGE = 8, 4  # recorded steps are replayed before the change
 
@@ -109,7 +110,7 @@ def change_on_one_rank(communicator: Any, use_graph: bool) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@slow_but_first("use_graph", [True, False], ids=["recorded", "eager"])
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 3), ("mpi", 3)])
 def test_options_that_one_rank_changes_are_an_error_with_both_texts(
     transport: str, size: int, use_graph: bool

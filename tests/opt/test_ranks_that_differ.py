@@ -25,6 +25,7 @@ from singa_lite.sync import find_schemes
 from singa_lite.sync.text import read_dist_option
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 # of six steps one at least must send something
 OPTIONS = ["localSGD:2" if name == "localSGD" else name for name in sorted(find_schemes())]
@@ -363,7 +364,7 @@ def checked_often(communicator: Any, dist_option: str, use_graph: bool) -> str:
 
 
 @pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("dist_option", OPTIONS)
+@slow_but_first("dist_option", OPTIONS, count=3)
 def test_a_comparison_now_and_then_speaks_of_no_exception_where_there_was_none(
     dist_option: str, use_graph: bool
 ) -> None:

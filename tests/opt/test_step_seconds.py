@@ -18,6 +18,7 @@ from singa_lite.graph import clock
 from singa_lite.tensor import from_numpy
 from tests.opt.every_scheme import ACTIVE, check_that_none_is_missing
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 LATE_S = 0.6
 
@@ -78,7 +79,7 @@ def all_options(communicator, use_graph):
 
 
 @pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize(("transport", "size"), [("local", 1), ("shm", 3), ("mpi", 2)])
+@slow_but_first(("transport", "size"), [("shm", 3), ("local", 1), ("mpi", 2)])
 def test_parts_add_up_to_no_more_than_the_step_by_every_option(transport, size, use_graph):
     check_that_none_is_missing()
     for rank in run_ranks(all_options, size, use_graph, transport=transport):
@@ -117,7 +118,7 @@ def behind_a_late_rank(communicator):
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "mpi"])  # mpi waits for small messages in the call
+@slow_but_first("transport", ["shm", "mpi"])  # mpi waits for small messages in the call
 def test_the_time_that_a_rank_is_late_is_waited_by_the_other(transport):
     ranks = run_ranks(behind_a_late_rank, 2, transport=transport)
     for (first, wait_s), (second, _) in zip(*ranks, strict=True):

@@ -16,6 +16,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CommError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 SIZES = [2, 3]
 NO_ERROR = "no error"
@@ -95,7 +96,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@slow_but_first("use_graph", [True, False], ids=["recorded", "eager"])
 @pytest.mark.parametrize("fault", LOADS)
 def test_after_loading_a_step_by_hand_compares_the_ranks(
     fault: str, use_graph: bool, size: int, tmp_path: Path
@@ -130,7 +131,7 @@ def drifts(
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@slow_but_first("use_graph", [True, False], ids=["recorded", "eager"])
 @pytest.mark.parametrize(("fault", "name"), [("lr", "lr is"), ("bit", "linear.W is")])
 def test_check_every_counts_steps_made_by_hand(fault: str, name: str, use_graph: bool, size: int) -> None:
     for step, text in run_ranks(drifts, size, use_graph, fault, 3):

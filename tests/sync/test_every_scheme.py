@@ -17,6 +17,7 @@ from singa_lite.sync import find_schemes
 from singa_lite.sync.buckets import Bucket
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 from tests.sync.by_hand import sparse_bytes
 from tests.sync.make_scheme import begin, make_scheme
 
@@ -633,7 +634,7 @@ def steps_until_equal(communicator, dist_option, use_graph):
     return equal.tolist()
 
 
-@pytest.mark.parametrize("use_graph", [False, True])
+@slow_but_first("use_graph", [True, False])
 @pytest.mark.parametrize(("dist_option", "least"), [("localSGD:4", 7), ("partialUpdate", 2)])
 def test_a_parameter_is_averaged_in_its_turn_whichever_others_a_step_has(dist_option, least, use_graph):
     results = run_ranks(steps_until_equal, 3, dist_option, use_graph)
@@ -667,7 +668,7 @@ def trained_dropping(communicator, dist_option, use_graph, folder):
     return weights, dist.get_states(), num_records, num_layers
 
 
-@pytest.mark.parametrize("dist_option", ["sparseTopK:0.2", "dgc:0.2:momentum=0", "powerSGD:1:rate=1", "sign"])
+@slow_but_first("dist_option", ["sparseTopK:0.2", "dgc:0.2:momentum=0", "powerSGD:1:rate=1", "sign"])
 def test_recorded_steps_with_other_layers_each_keep_residuals_as_eager_ones_do(dist_option, tmp_path):
     eager, recorded = (
         run_ranks(trained_dropping, 3, dist_option, graph, tmp_path) for graph in (False, True)

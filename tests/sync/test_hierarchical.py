@@ -18,6 +18,7 @@ from singa_lite.sync.text import read_dist_option
 from singa_lite.tensor import Tensor, to_numpy
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 from tests.sync.by_hand import sparse_bytes
 from tests.sync.make_scheme import begin, make_scheme
 
@@ -30,9 +31,8 @@ OUTER = ["fp32", "fp16", "sparseTopK:0.3", "sparseThreshold:0.8", "int8:1", "pow
 WORLDS = [
     ("local", "a"),
     *(("shm", hosts) for hosts in HOSTS),
-    ("mpi", "ab"),
-    ("mpi", "aab"),
     ("mpi", "aaab"),
+    *(pytest.param("mpi", hosts, marks=pytest.mark.slow) for hosts in ("ab", "aab")),
 ]
 
 
@@ -266,8 +266,8 @@ def trains(communicator: Any, hosts: str, outer: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hosts", ["a", "ab", "aab", "aaa"])
-@pytest.mark.parametrize(
-    "outer", ["fp32", "sparseTopK:0.3", "sparseThreshold:0.05", "int8:ef=1", "powerSGD:2"]
+@slow_but_first(
+    "outer", ["fp32", "sparseTopK:0.3", "sparseThreshold:0.05", "int8:ef=1", "powerSGD:2"], count=2
 )
 def test_recorded_and_continued_runs_have_the_bits_of_eager_ones(hosts: str, outer: str) -> None:
     ranks = run_ranks(trains, len(hosts), hosts, outer)

@@ -16,6 +16,7 @@ from singa_lite.errors import CommError, DTypeError, OptionError
 from singa_lite.tensor import Tensor
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
+from tests.slow_cases import slow_but_first
 from tests.sync.by_hand import sparse_bytes
 from tests.sync.make_scheme import begin, make_scheme
 from tests.sync.test_hierarchical import Net, bits, train_step
@@ -147,7 +148,7 @@ def changed_outer(communicator: Any, use_graph: bool) -> str:
 
 
 @pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@slow_but_first("transport", ["shm", "mpi"])
 def test_a_member_that_differs_is_an_error_on_all_ranks_of_all_hosts(transport: str, use_graph: bool) -> None:
     if transport == "mpi" and (reason := mpi_missing()):
         pytest.skip(reason)

@@ -25,7 +25,11 @@ from tests.sync.make_scheme import begin, make_scheme
 STEPS = 8
 SHAPES = [(30, 20), (7,), (2, 3, 5)]  # two groups at a threshold of 100: the first, and the others
 GROUPS = [["p0"], ["p1", "p2"]]
-WORLDS = [(transport, size) for transport in ("shm", "mpi") for size in (1, 2, 3, 4)] + [("local", 1)]
+WORLDS = [
+    ("local", 1),
+    *(("shm", size) for size in (1, 2, 3, 4)),
+    *(pytest.param("mpi", size, marks=pytest.mark.slow) for size in (1, 2, 3, 4)),
+]
 KINDS = {"stochastic": {"seed": 5}, "ef": {"ef": True}}
 
 

@@ -17,6 +17,7 @@ from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import CheckpointError, CommError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 from tests.sync.by_hand import SHAPES, STEPS, WORLDS, Case, bits, gradients, new_scheme, sizes
 from tests.sync.make_scheme import begin
 from tests.sync.test_dgc import SGDS
@@ -272,7 +273,7 @@ def set_again(communicator: Any, option: str, use_graph: bool) -> bool:
     return found[0] == found[1]
 
 
-@pytest.mark.parametrize("use_graph", [False, True])
+@slow_but_first("use_graph", [True, False])
 @pytest.mark.parametrize("option", ["localSGD:8", "partialUpdate", "fp32"])
 def test_an_optimizer_that_is_set_again_keeps_what_each_rank_has_learnt(option: str, use_graph: bool) -> None:
     assert run_ranks(set_again, 3, option, use_graph) == [True] * 3
