@@ -202,6 +202,7 @@ def test_a_failing_compiler_is_shown_with_the_cure(tmp_path):
     assert "needs a C++17 compiler (Debian, Ubuntu: apt install g++)" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_the_native_programs_pass():
     """Those of native/tests, without sanitizers; `make sanitize` runs them with."""

@@ -155,7 +155,7 @@ def losses_in_float32(digits, tmp_path_factory):
     return train_mnist_once(digits, tmp_path_factory.mktemp("float32"), "float32")
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("float16", "float16"), ("bf16", "float32")])
+@slow_but_first(("precision", "dtype"), [("bf16", "float32"), ("float16", "float16")])
 def test_train_mnist_in_sixteen_bits_follows_float32(digits, tmp_path, losses_in_float32, precision, dtype):
     losses = train_mnist_once(digits, tmp_path, precision)
     with zipfile.ZipFile(tmp_path / "mnist_cnn.zip") as checkpoint:
@@ -289,6 +289,7 @@ def test_train_text_learns_and_keeps_equal_bits_on_all_ranks(tmp_path, ranks, pr
     assert abs(float(again) - float(train)) < (1e-2 if precision == "fp32" else 2e-2)
 
 
+@pytest.mark.slow
 def test_train_text_stops_when_asked_and_goes_on_with_the_same_bits(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     script = [

@@ -89,6 +89,7 @@ def test_two_ranks_train_a_resnet_on_files_and_count_every_image(folder, tmp_pat
     assert "2/2 loss" in output and (tmp_path / "out" / "cifar_resnet20.zip").exists()
 
 
+@pytest.mark.slow
 def test_a_run_repeats_bit_for_bit(tmp_path):
     options = ["--synthetic", 80, "--model", "mlp", "--epochs", 2, "--batch-size", 16, "--out", tmp_path]
     first, again = (run(*LAUNCH_2, SCRIPT, *options) for _ in range(2))
@@ -96,6 +97,7 @@ def test_a_run_repeats_bit_for_bit(tmp_path):
     assert re.findall(pattern, first) == re.findall(pattern, again) != []
 
 
+@pytest.mark.slow
 def test_workers_of_a_key_value_store_print_the_same_accuracy(folder):
     """Each has its own statistics of batch norm, and with dist_async weights of its own, until synchronize()."""
     script = ROOT / "examples" / "cifar_kvstore.py"

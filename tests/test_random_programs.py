@@ -269,7 +269,7 @@ def test_recorded_programs_do_what_eager_ones_do_on_cuda(
         (eager, _), (graph, records) = run(seed, False), run(seed, True)
         assert_same(eager, graph, seed)
         replayed += records > 0
-    assert replayed > len(seeds) // 4
+    assert replayed >= len(seeds) // 4
 
 
 def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[list[Any]]:

@@ -288,6 +288,7 @@ def test_sums_behind_many_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert num_norms(net) - num_norms(keeps) == 3 + 4 + 3 and states == others
 
 
+@pytest.mark.slow
 def test_a_stage_of_many_blocks_takes_no_more_of_the_stack_than_a_short_one() -> None:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 250)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.backend.test_bfloat16 import BOTH, KERNELS, UNIT, bfloat16, floats, like, numbers, run_for, wide
 from tests.backend.test_lower_rows import NUMPY
+from tests.slow_cases import slow_but_first
 
 F32 = np.dtype(np.float32)
 quick = settings(max_examples=30, deadline=None)
@@ -181,7 +182,7 @@ def test_products_take_no_other_dtypes():
 
 
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="it runs these tests again")
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE_BF16"])
+@slow_but_first("isa", ["AVX2", "AVX512_CORE_BF16"])
 def test_products_are_right_with_and_without_the_instructions(isa):
     run_for(isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "product_")
 

@@ -104,6 +104,7 @@ def run_with(folder, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_file_in_the_folder_is_a_transport_that_keeps_the_contract(package_with_sockets):
     script = package_with_sockets / "use.py"
     script.write_text(USE)

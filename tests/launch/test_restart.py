@@ -568,6 +568,7 @@ def test_a_job_of_several_hosts_starts_again(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.slow
 @needs_mpi
 @needs_names
 def test_a_job_goes_on_without_the_host_whose_rank_fails_at_the_start(tmp_path):
@@ -603,6 +604,7 @@ def test_no_host_loses_a_slot_for_one_whose_rank_hangs_before_its_first_step(tmp
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_a_host_that_loses_a_slot_keeps_the_threads_of_a_rank(tmp_path):
     text = "print(os.environ.get('OMP_NUM_THREADS'), flush=True)\n"
     text += "if size == 3 and rank == 2:\n    sys.exit(4)\n" + STEPS

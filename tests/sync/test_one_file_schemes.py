@@ -28,6 +28,7 @@ from tests.comm.gpu_standin import host_of
 from tests.devices import cuda_device_of_rank, no_gpu
 from tests.limits import LIMIT_S
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 FOLDER = Path(__file__).parent / "schemes"
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "shortLocalSGD": {},
 }
 LR, MOMENTUM, STEPS = 0.05, 0.9, 9
-SIZES = [1, 2, 3]
+SIZES = [3, 1, 2]
 
 
 def put_beside_the_packages_own() -> None:
@@ -261,7 +262,7 @@ class Reference:
 
 
 @pytest.mark.skipif(not no_gpu(), reason="there is a GPU: ranks of this test share the stand-in")
-@pytest.mark.parametrize("size", SIZES)
+@slow_but_first("size", SIZES)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_scheme_in_one_file_trains_in_every_mode_on_every_world(name: str, size: int) -> None:
     found = [of_rank[name] for of_rank in trained(size)]

@@ -30,13 +30,15 @@ def test_killed_jobs_end_with_the_bits_of_the_undisturbed_run() -> None:
     )
 
 
+@pytest.mark.slow
 def test_jobs_with_faults_restart_and_leave_nothing() -> None:
     output = run("faults", "--faults", "1", "--long-steps", "60")
     assert "1 faults, 0 jobs lost, 0 hangs, 0 processes and 0 files left" in output
     assert "a job of 60 steps: rank 0: " in output
 
 
-@pytest.mark.parametrize("graph", [pytest.param(False, marks=pytest.mark.slow), True])  # with a server
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True])  # with a server
 def test_a_worker_of_a_key_value_store_fails_and_the_job_goes_on_to_the_same_bits(
     tmp_path: Path, graph: bool
 ) -> None:
