@@ -7,7 +7,7 @@ NPROC ?= 2
 DIST_OPTION ?= fp32
 TESTS ?= tests
 MINUTES ?= 30
-JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 2)
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 export MNIST_DIR
 
 PIP_INSTALL = bin/python -m pip install --quiet --disable-pip-version-check

@@ -26,7 +26,7 @@ def that_stand_for(world: Any) -> list[Any]:
     if not isinstance(world, tuple):
         return [3] if world in (2, 4) else []
     transport, workers, servers = world
-    larger = [("shm", 3, 2)] if (workers, servers) == (2, 1) else []
+    larger = [("shm", 3, 2 if servers else 0)] if (workers, servers) in ((2, 0), (2, 1)) else []
     return (
         [*larger, ("shm", workers, servers), ("shm", 3, 0), ("shm", 3, 2)] if transport == "mpi" else larger
     )

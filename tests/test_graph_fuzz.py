@@ -139,7 +139,7 @@ def assert_alike(eager, graph, seed):
         )
 
 
-@slow_but_first("seed", range(40), count=13)
+@slow_but_first("seed", range(40), count=8)
 def test_a_random_network_trains_alike_in_both_modes(seed):
     assert_alike(*(trained(seed, use_graph) for use_graph in (False, True)), seed)
 

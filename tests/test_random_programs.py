@@ -19,7 +19,7 @@ from tests.devices import cuda_device, no_gpu
 from tests.ranks import run_ranks
 from tests.slow_cases import slow_but_first
 
-STEPS, PROGRAMS_ON_RANKS = 6, 24
+STEPS = 6
 OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
 
 
@@ -277,8 +277,9 @@ def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[li
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_recorded_programs_on_ranks_do_what_eager_ones_do(size: int) -> None:
-    seeds = [1000 * size + number for number in range(PROGRAMS_ON_RANKS)]
+@slow_but_first("numbers", [range(10), range(10, 24)], ids=str)
+def test_recorded_programs_on_ranks_do_what_eager_ones_do(size: int, numbers: range) -> None:
+    seeds = [1000 * size + number for number in numbers]
     eager, graph = (run_ranks(run_several, size, seeds, use_graph) for use_graph in (False, True))
     for mine, theirs in zip(eager, graph, strict=True):
         for seed, one, other in zip(seeds, mine, theirs, strict=True):

@@ -59,6 +59,7 @@ def trained(package: Path, folder: Path, *arguments: str) -> dict[str, dict[str,
     return results
 
 
+@pytest.mark.slow
 def test_a_scheme_of_one_file_trains_eagerly_and_recorded_to_the_same_loss(package, tmp_path):
     folders = [tmp_path / "eager", tmp_path / "recorded"]
     for folder in folders:

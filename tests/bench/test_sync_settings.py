@@ -28,6 +28,7 @@ from singa_lite.errors import OptionError
 from tests.bench.commands import TRAINED, bench, model_with, small_model, without_pictures
 from tests.comm.processes import fresh_environment
 from tests.limits import LIMIT_S
+from tests.slow_cases import slow_but_first
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 LATENCY_MS = 40  # of a hop; an all-reduce of 2 ranks has 2
@@ -108,6 +109,7 @@ def test_made_images_are_named_in_heading_table_and_json(linked):
     assert text in (folder / "out" / "table.html").read_text()
 
 
+@pytest.mark.slow
 def test_resnet20_trains_on_made_images_in_the_shape_of_cifar10(tmp_path):
     arguments = ["--model", "resnet20-cifar10", "--synthetic", "16", "--batch-size", "4", "--epochs", "1"]
     done = bench(
@@ -238,7 +240,7 @@ self.optimizer.step()
 return out, loss"""
 
 
-@pytest.mark.parametrize("graph", [[], ["--graph"]], ids=["eager", "recorded"])
+@slow_but_first("graph", [["--graph"], []], ids=["recorded", "eager"])
 def test_all_calls_of_the_optimizer_in_a_step_are_counted(graph, tmp_path):
     arguments = [
         "--model",

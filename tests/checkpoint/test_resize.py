@@ -321,7 +321,7 @@ def drawn(communicator: Communicator, folder: str, alike: str) -> dict[str, Any]
 STREAMS = ("device", "numpy", "python")
 
 
-@slow_but_first("alike", ["", "device numpy python", "device", "numpy", "python"], count=2)
+@slow_but_first("alike", ["device numpy python", "", "device", "numpy", "python"])
 def test_ranks_draw_the_same_after_a_resize_only_where_they_did_before(tmp_path: Path, alike: str) -> None:
     runs = [run_ranks(drawn, size, str(tmp_path), alike, transport="shm") for size in (1, 3, 2, 1, 2)]
     assert [rank["job"] for run in runs for rank in run] == [False] + 8 * [True]

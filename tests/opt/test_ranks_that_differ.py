@@ -122,6 +122,7 @@ def test_ranks_that_train_models_of_one_class_in_another_order_get_an_error(
     assert any("DistOpt 2" in str(error) for error in errors), errors
 
 
+@pytest.mark.slow
 def test_hierarchical_whose_communicators_are_each_dist_opts_own_gives_that_error_after_the_time_out() -> (
     None
 ):
