@@ -20,3 +20,12 @@ def slow_but_first(
         marks = [*param.marks, *([pytest.mark.slow] if index >= count else [])]
         marked.append(pytest.param(*param.values, marks=marks, id=param.id))
     return pytest.mark.parametrize(names, marked, ids=ids)
+
+
+def cases_that_run(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Values of the parameter ``name`` in those tests of the module that have been chosen, for a fixture of all."""
+    items = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    values = [item.callspec.params[name] for item in items if name in item.callspec.params]
+    return list(dict.fromkeys(values))

@@ -25,6 +25,7 @@ from tests.comm.processes import (
 )
 from tests.limits import LIMIT_S
 from tests.ranks import _mpiexec, mpi_missing
+from tests.slow_cases import cases_that_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several processes need Linux")
 
@@ -112,6 +113,7 @@ FAULTS = {
     Fault("killed", "shm", 3, 0): ["rank 1 (process ", ") died"],
     Fault("ends", "shm", 2, 0): ["rank 1 (process ", ") has closed its communicator"],
 }
+CASES = [pytest.param(fault, marks=[pytest.mark.slow] * (fault.transport == "mpi")) for fault in FAULTS]
 
 
 def command_of(transport, script, workers, servers, *arguments):
@@ -175,10 +177,11 @@ def shared_files(folder):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
     """What became of the jobs; two run at the same time."""
     folder, found = tmp_path_factory.mktemp("faults"), {}
-    faults = [fault for fault in FAULTS if fault.transport != "mpi" or not mpi_missing()]
+    faults = cases_that_run(request, "fault")
+    faults = [fault for fault in faults if fault.transport != "mpi" or not mpi_missing()]
     for some in (faults[start : start + 2] for start in range(0, len(faults), 2)):
         found.update(
             zip(some, at_once([functools.partial(inject, folder, fault) for fault in some]), strict=True)
@@ -187,7 +190,7 @@ def outcomes(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault)))
+@pytest.mark.parametrize("fault", CASES, ids=lambda fault: "-".join(map(str, fault)))
 def test_every_survivor_names_process_key_and_reason_and_the_job_ends(outcomes, fault):
     if fault not in outcomes:
         pytest.skip(mpi_missing())

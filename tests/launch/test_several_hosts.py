@@ -35,6 +35,7 @@ from tests.comm.processes import (
 )
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing
+from tests.slow_cases import cases_that_run, slow_but_first
 
 needs_mpi = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
 needs_names = pytest.mark.skipif(bool(names_missing()), reason=names_missing() or "names work")
@@ -195,12 +196,12 @@ ENDINGS = {
     "raise": ("1 / 0", 1),
     "kill": ("os.kill(os.getpid(), 9)", 137),
     "exit": ("os._exit(0)", 1),
-    "code": ("os._exit(3)", 3),
-    "realtime": ("os.kill(os.getpid(), 40)", 168),
-    "group": ("os.kill(0, 15)", 143),
     "interrupt": ("(folder / 'ready').touch()", 130),
     "terminate": ("(folder / 'ready').touch()", 143),
     "launcher_killed": ("(folder / 'ready').touch()", -9),
+    "code": ("os._exit(3)", 3),
+    "realtime": ("os.kill(os.getpid(), 40)", 168),
+    "group": ("os.kill(0, 15)", 143),
 }
 SIGNALS = {
     "interrupt": signal.SIGINT,
@@ -232,15 +233,15 @@ def end_job(folder: Path, ending: str) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory):
-    """What came of the jobs of ENDINGS, which run at the same time."""
-    folder = tmp_path_factory.mktemp("endings")
-    calls = [functools.partial(end_job, folder, ending) for ending in ENDINGS]
-    return dict(zip(ENDINGS, at_once(calls), strict=True))
+def endings(request, tmp_path_factory):
+    """What came of the jobs, which run at the same time."""
+    folder, chosen = tmp_path_factory.mktemp("endings"), {"raise", *cases_that_run(request, "ending")}
+    calls = [functools.partial(end_job, folder, ending) for ending in chosen]
+    return dict(zip(chosen, at_once(calls), strict=True))
 
 
 @needs_mpi
-@pytest.mark.parametrize("ending", ENDINGS)
+@slow_but_first("ending", ENDINGS, count=6)
 def test_the_exit_code_of_a_job_of_two_hosts_is_that_of_its_end(endings, ending):
     code, output = endings[ending]
     assert code == ENDINGS[ending][1], output
@@ -255,15 +256,16 @@ def test_a_worker_that_raises_is_named_and_the_others_have_its_text(endings):
 
 
 @needs_mpi
-@pytest.mark.parametrize(
+@slow_but_first(
     ("ending", "how"),
     [
         ("kill", "was killed by SIGKILL"),
-        ("realtime", "was killed by signal 40"),
-        ("group", "was killed by SIGTERM"),
         ("exit", "failed (exit code 0)"),
         ("code", "failed (exit code 3)"),
+        ("realtime", "was killed by signal 40"),
+        ("group", "was killed by SIGTERM"),
     ],
+    count=2,
 )
 def test_a_process_that_is_lost_is_named_with_its_host(endings, ending, how):
     lines = endings[ending][1].splitlines()
