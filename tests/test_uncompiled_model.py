@@ -18,6 +18,7 @@ from singa_lite.errors import CommError, GraphError, OptionError, ShapeError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
+from tests.slow_cases import slow_but_first
 
 STEPS = 6
 
@@ -132,12 +133,13 @@ def evaluation_afterwards() -> Iterator[None]:
     autograd.training = False
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     ("kind", "optimizer"),
     [
         *[(kind, optimizer) for kind in (Net, OwnAttribute, TwoLosses) for optimizer in OPTIMIZERS],
         (Frozen, "SGD"),
     ],
+    count=len(OPTIMIZERS),
 )
 def test_it_gives_the_bits_of_the_compiled_model(kind: type[Net], optimizer: str, tmp_path: Path) -> None:
     ends = []

@@ -25,6 +25,7 @@ from singa_lite.errors import DeviceError
 from singa_lite.sync.indices import IndexCode
 from tests.devices import cuda_device, no_gpu, standin_cupy
 from tests.limits import LIMIT_S
+from tests.slow_cases import slow_but_first
 
 RNG = np.random.default_rng(40)
 CPU = NumpyBackend()
@@ -121,7 +122,7 @@ def test_top_k_is_exact(backend: Backend, n: int, kind: str, dtype: str) -> None
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide", "special", "equal", "sorted"])
-@pytest.mark.parametrize("start", [0, 1, 3])
+@slow_but_first("start", [1, 0, 3])
 def test_top_k_of_long_parts_is_exact(backend: Backend, start: int, kind: str, dtype: str) -> None:
     n = 40_003  # parts of several tiles on the stand-in
     check_top_k(backend, values_to_select(kind, n, dtype), {1, n // 100, n // 20, n}, start)
@@ -324,7 +325,7 @@ def test_concat_and_slice_of_inner_axes(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@slow_but_first("dtype", ["float32", "float16", "float64"], count=2)
 def test_updates_of_more_tensors_than_one_launch_holds(backend: Backend, update: Update, dtype: str) -> None:
     sizes = [n % 5 * 900 + 1 for n in range(170)]
     numbers = {"lr": 0.1, "rate": 0.1, "correction": 1.5, "epsilon": 1e-3}

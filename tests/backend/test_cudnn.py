@@ -25,6 +25,7 @@ from singa_lite.device import benchmark_convolutions
 from singa_lite.errors import DeviceError, OptionError
 from tests.devices import no_gpu, standin_cudnn
 from tests.limits import LIMIT_S
+from tests.slow_cases import slow_but_first
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = NumpyBackend()
@@ -321,7 +322,7 @@ def test_descriptors_and_handles_are_given_back(
     assert counters.standin_cudnn_live() == before + 6
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     "call",
     [
         "cudnnCreate",
@@ -335,6 +336,7 @@ def test_descriptors_and_handles_are_given_back(
         "cudnnFindConvolutionForwardAlgorithmEx",
         "cudnnConvolutionForward",
     ],
+    count=3,
 )
 def test_every_failing_call_is_reported_with_its_text(
     all_given_back: None, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from singa_lite import _native
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.errors import DeviceError
 from tests.devices import no_gpu, standin_cudnn
+from tests.slow_cases import slow_but_first
 
 REFERENCE = NumpyBackend()
 TOLERANCE = {"float16": 2e-3, "float32": 3e-6 if no_gpu() else 2e-5, "float64": 1e-12}
@@ -170,7 +171,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "name", "shapes"), CALLS, ids=[name for _, name, _ in CALLS])
+@slow_but_first(("kernel", "name", "shapes"), CALLS, count=2, ids=[name for _, name, _ in CALLS])
 def test_every_failing_call_is_reported_with_its_text(
     all_given_back: None, backend: Any, kernel: str, name: str, shapes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,16 +115,17 @@ MULTIPROCESSING_ENDS = {
 }
 
 
-@pytest.mark.parametrize(
+@slow_but_first(
     ("method", "end"),
     [
         ("fork", "fail"),
-        ("spawn", "fail"),
-        ("forkserver", "fail"),
         ("spawn", "exit"),
         ("fork", "code"),
         ("fork", "early"),
+        ("spawn", "fail"),
+        ("forkserver", "fail"),
     ],
+    count=4,
 )
 def test_a_multiprocessing_rank_that_ends_is_named_by_the_others_with_its_reason(tmp_path, method, end):
     result = run_command([sys.executable, str(write_script(tmp_path, MULTIPROCESSING)), method, end])
