@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that another one repeats: with three ranks, the fewest with which most mistakes of ranks show, or over shm.
+"""Which tests repeat another: one of three ranks, the fewest with which most mistakes of ranks show, or one over shm.
 
 A world is a number of ranks, or a job of a key-value store: (transport, workers, servers).
 """
@@ -13,23 +13,23 @@ import pytest
 
 
 def repeated(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield those whose test, with the same other parameters, runs in a world that stands for theirs too."""
+    """Yield those for which a test that is not slow is the same, with the same other parameters, in another world."""
     worlds = [(item, *world_of(item)) for item in items]
-    known = {(test, world) for _, test, world in worlds}
+    known = {(test, world) for item, test, world in worlds if not item.get_closest_marker("slow")}
     for item, test, world in worlds:
-        if any((test, other) in known for other in that_stand_for(world)):
+        if any((test, other) in known for other in stand_ins(world)):
             yield item
 
 
-def that_stand_for(world: Any) -> list[Any]:
-    """The worlds each of which makes it enough to run a test there each time, rather than in ``world``."""
+def stand_ins(world: Any) -> list[Any]:
+    """The worlds in which a test makes it needless to run the same test in ``world`` each time."""
     if not isinstance(world, tuple):
         return [3] if world in (2, 4) else []
     transport, workers, servers = world
-    larger = [("shm", 3, 2 if servers else 0)] if (workers, servers) in ((2, 0), (2, 1)) else []
-    return (
-        [*larger, ("shm", workers, servers), ("shm", 3, 0), ("shm", 3, 2)] if transport == "mpi" else larger
-    )
+    larger = ("shm", 3, 2 if servers else 0)
+    if transport == "mpi":
+        return [larger, ("shm", workers, servers)]
+    return [larger] if (workers, servers) in ((2, 0), (2, 1)) else []
 
 
 def world_of(item: pytest.Item) -> tuple[Hashable, Any]:

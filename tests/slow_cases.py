@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of one test that take long and say nearly the same: one of them runs each time, all of them with the slow."""
+"""Tests that take long and have many cases: the first cases run each time, the others with the slow tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 def slow_but_first(
     names: str | tuple[str, ...], cases: Iterable[Any], count: int = 1, ids: Any = None
 ) -> pytest.MarkDecorator:
-    """``pytest.mark.parametrize`` that marks the cases behind the first ``count`` as slow."""
+    """``pytest.mark.parametrize`` that marks the cases after the first ``count`` as slow."""
     is_one = isinstance(names, str) and "," not in names
     marked = []
     for index, case in enumerate(cases):
@@ -23,7 +23,7 @@ def slow_but_first(
 
 
 def cases_that_run(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Values of the parameter ``name`` in those tests of the module that have been chosen, for a fixture of all."""
+    """The values of parameter ``name`` in the chosen tests of this module, so that a fixture starts only their jobs."""
     items = [
         item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
     ]

@@ -240,7 +240,7 @@ def assert_same(eager: list[Any], graph: list[Any], seed: int) -> None:
 
 
 @pytest.mark.usefixtures("as_recorded")
-@slow_but_first("seeds", [range(40), range(40, 120)], ids=str)
+@slow_but_first("seeds", [range(40), range(40, 120)], ids=["first", "others"])
 def test_recorded_programs_do_what_eager_ones_do(seeds: range) -> None:
     replayed = 0
     for seed in seeds:
@@ -253,7 +253,7 @@ def test_recorded_programs_do_what_eager_ones_do(seeds: range) -> None:
 @pytest.mark.usefixtures("as_recorded")
 @slow_but_first(
     ("cuda", "seeds"),
-    [("standin", range(8)), ("standin", range(8, 16))]
+    [("standin", range(8, 16)), ("standin", range(16))]
     if no_gpu()
     else [pytest.param("gpu", range(100), marks=pytest.mark.gpu)],
     ids=str,
@@ -269,7 +269,7 @@ def test_recorded_programs_do_what_eager_ones_do_on_cuda(
         (eager, _), (graph, records) = run(seed, False), run(seed, True)
         assert_same(eager, graph, seed)
         replayed += records > 0
-    assert replayed >= len(seeds) // 4
+    assert replayed > len(seeds) // 4
 
 
 def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[list[Any]]:
@@ -277,7 +277,7 @@ def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[li
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@slow_but_first("numbers", [range(10), range(10, 24)], ids=str)
+@slow_but_first("numbers", [range(10), range(10, 24)], ids=["first", "others"])
 def test_recorded_programs_on_ranks_do_what_eager_ones_do(size: int, numbers: range) -> None:
     seeds = [1000 * size + number for number in numbers]
     eager, graph = (run_ranks(run_several, size, seeds, use_graph) for use_graph in (False, True))

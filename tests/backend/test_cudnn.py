@@ -326,15 +326,15 @@ def test_descriptors_and_handles_are_given_back(
     "call",
     [
         "cudnnCreate",
-        "cudnnCreateConvolutionDescriptor",
         "cudnnSetStream",
+        "cudnnConvolutionForward",
+        "cudnnCreateConvolutionDescriptor",
         "cudnnSetTensor4dDescriptor",
         "cudnnSetFilter4dDescriptor",
         "cudnnSetConvolution2dDescriptor",
         "cudnnSetConvolutionGroupCount",
         "cudnnSetConvolutionMathType",
         "cudnnFindConvolutionForwardAlgorithmEx",
-        "cudnnConvolutionForward",
     ],
     count=3,
 )

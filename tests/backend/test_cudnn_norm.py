@@ -164,8 +164,8 @@ def test_a_shape_is_planned_once(counters: ctypes.CDLL, backend: Any) -> None:
 
 CALLS = [
     ("batchnorm_2d_train", "cudnnSetTensor4dDescriptor", r"x \(3, 2, 5, 4\)"),
-    ("batchnorm_2d_train", "cudnnDeriveBNTensorDescriptor", r"float32 x \(3, 2, 5, 4\)"),
     ("batchnorm_2d_train", "cudnnBatchNormalizationForwardTraining", r"x \(3, 2, 5, 4\)"),
+    ("batchnorm_2d_train", "cudnnDeriveBNTensorDescriptor", r"float32 x \(3, 2, 5, 4\)"),
     ("batchnorm_2d_infer", "cudnnBatchNormalizationForwardInference", r"x \(3, 2, 5, 4\)"),
     ("batchnorm_2d_backward", "cudnnBatchNormalizationBackward", r"x \(3, 2, 5, 4\)"),
 ]

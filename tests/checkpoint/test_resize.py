@@ -66,10 +66,12 @@ def mean(ranks: list[dict[str, Any]], when: str, name: str) -> np.ndarray:
     return np.asarray(np.sum(values, axis=0) / len(values if "hierarchical" in name else ranks))
 
 
-FIRST = ["fp16", "sparseTopK:0.05", "localSGD:4"]
+FIRST = ["fp16", "hierarchical:int8:ef=1", "sparseTopK:0.05", "localSGD:4"]
 
 
-@slow_but_first("options", [FIRST, [option for option in OPTIONS if option not in FIRST]], ids=len)
+@slow_but_first(
+    "options", [FIRST, [option for option in OPTIONS if option not in FIRST]], ids=["first", "others"]
+)
 def test_four_ranks_two_three_and_four_again(tmp_path: Path, options: list[str]) -> None:
     runs = [run_ranks(trained, size, str(tmp_path), 3, options, transport="shm") for size in (4, 2, 3, 4)]
     for option in options:

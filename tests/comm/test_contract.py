@@ -631,7 +631,7 @@ def skip_without(transport: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "size"),
     [
-        # what a transport does with four ranks, or with one, is seen on shm in each run
+        # what a transport does with one rank is seen on shm in each run
         pytest.param(
             *world,
             id=f"{world[0]}-{world[1]}",

@@ -186,7 +186,7 @@ def test_without_a_folder_one_rank_prints_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
-@slow_but_first("kind", ["stop", "loop"])
+@slow_but_first("kind", ["loop", "stop"])
 def test_over_mpi_one_rank_of_the_host_reports_too(kind: str, tmp_path: Path) -> None:
     run_late(kind, tmp_path, "mpi", True)
     (path,) = (tmp_path / "logs").iterdir()

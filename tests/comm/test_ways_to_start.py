@@ -331,7 +331,7 @@ KEEPS_ALIVE = {
 
 
 @slow_but_first("what", KEEPS_ALIVE)
-@slow_but_first("restarts", [0, 1])
+@slow_but_first("restarts", [1, 0])
 def test_an_exception_ends_a_job_whose_ranks_something_keeps_alive(tmp_path, what, restarts):
     text = STEP + KEEPS_ALIVE[what] + "if rank == 1:\n    raise ValueError('the cause')\n" + AGAIN
     command = launch_command(write_script(tmp_path, text), 3, options=["--max-restarts", str(restarts)])

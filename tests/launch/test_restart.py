@@ -568,7 +568,6 @@ def test_a_job_of_several_hosts_starts_again(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.slow
 @needs_mpi
 @needs_names
 def test_a_job_goes_on_without_the_host_whose_rank_fails_at_the_start(tmp_path):

@@ -42,7 +42,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "shortPowerSGD": {},
     "shortLocalSGD": {},
 }
-FIRST = ("dgc", "powerSGD", "localSGD")  # those of SCHEMES that train each time
+FIRST = tuple(SCHEMES)[:3]  # those that train each time
 LR, MOMENTUM, STEPS = 0.05, 0.9, 9
 SIZES = [3, 1, 2]
 
