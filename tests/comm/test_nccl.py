@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from singa_lite.device import Device, create_cpu_device
 from singa_lite.errors import CommError, DTypeError, ShapeError
 from singa_lite.tensor import Tensor
 from tests.comm.gpu_standin import ThroughNccl, gpu_of_rank, host_of, on_gpu
+from tests.comm.processes import wait_until
 from tests.comm.test_contract import FACTS, REDUCE_OPS, data, everyone, folded, run_facts
 from tests.devices import cuda_device_of_rank, standin_nccl
 from tests.limits import LIMIT_S
@@ -903,19 +905,23 @@ def test_a_call_is_compared_once_or_again_when_it_was_forgotten() -> None:
     assert run(count_barriers, 3) == [[1, 0, 1, 0, 0, 1, 0, 0, 1]] * 3
 
 
-def new_to_rank_1(world: World) -> str:
-    """The error where rank 1 makes a call that is new, and the others repeat one."""
+def new_to_rank_1(world: World, done: Path) -> str:
+    """The error where rank 1 makes a call that is new, and the others repeat one; they live until ``done`` is there."""
     c = make(world, 1.0, 1.0)
     c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name="a").wait()
     gpu_of_rank().synchronize()
     if c.rank == 1:
-        return caught(lambda: c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name="b"))
+        text = caught(lambda: c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name="b"))
+        done.touch()
+        return text
     c.all_reduce(on_gpu(np.ones(4, np.float32)), "sum", name="a").wait()
-    return broken(c)
+    text = broken(c)
+    wait_until(done.exists, "the end of rank 1")
+    return text
 
 
-def test_a_call_that_is_new_to_one_rank_ends_in_the_time_out() -> None:
-    first, second, third = run(new_to_rank_1, 3)
+def test_a_call_that_is_new_to_one_rank_ends_in_the_time_out(tmp_path: Path) -> None:
+    first, second, third = run(new_to_rank_1, 3, tmp_path / "done")
     assert "waited 1 s" in second and "before NCCL's all_reduce b: sum float32[4]" in second
     assert all("'a'" in text and "waited 1 s in NCCL" in text for text in (first, third))
 
