@@ -53,6 +53,7 @@ class ExitHooks:
         self._last_calls: list[Callable[[], None]] = []
         self._pid = os.getpid()
         self._ends_at_once = self._has_aborted = self._reports_first = False
+        self._has_lost_output = False
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
@@ -131,7 +132,7 @@ class ExitHooks:
 
     def leave(self) -> None:
         """Leave every world."""
-        _flush()
+        self._flush()
         for messenger in self.messengers:
             messenger.close()
         for communicator in self.communicators:
@@ -145,7 +146,7 @@ class ExitHooks:
                     host.drain(FINAL_OUTPUT_S)
             self.mpi_job.leave()
         if self._ends_at_once:
-            _flush()
+            self._flush()
             os._exit(1)
 
     def report_exception(self) -> None:
@@ -157,7 +158,7 @@ class ExitHooks:
         if error is None and sys.excepthook != self._uncaught:
             error = _end_of_script()
         if error is not None and _is_failure(error) and not self._has_aborted:
-            _flush()
+            self._flush()
             self._abort_at_end(text_of(error))
 
     def _uncaught_at_exit(self, unraisable: Any) -> None:
@@ -198,9 +199,19 @@ class ExitHooks:
                 self._end_mpi_job()
 
     def _end_mpi_job(self) -> None:
-        _flush()
+        self._flush()
         if self.mpi_job is not None:
             self.mpi_job.abort_after_final_output()
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError, AttributeError):  # closed by the script, or not there
+                try:
+                    stream.flush()
+                except OSError as error:  # Python fails at the end, but in a forked process says nothing
+                    if not self._has_lost_output:
+                        tell(f"singa_lite: output is lost: {error}\n")
+                    self._has_lost_output = True
 
     def _abort_at_end(self, reason: str) -> None:
         if self.mpi_job is None:  # several hosts: rank_wrapper.py does
@@ -266,12 +277,3 @@ def _note_end_by_failure() -> None:
 
 def _is_failure(error: BaseException | None) -> bool:
     return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, AttributeError):  # the script has closed it, or there is none
-            try:
-                stream.flush()
-            except OSError as error:  # Python fails at the end, but in a forked process says nothing
-                tell(f"singa_lite: output is lost: {error}\n")
