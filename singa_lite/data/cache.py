@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +20,8 @@ try:
     import fcntl
 except ImportError:  # Windows: two processes may fetch at once; each still writes whole, equal files
     fcntl = None  # type: ignore[assignment]
+
+POLL_S = 0.05  # how soon a free lock is noticed
 
 
 def cache_root() -> Path:
@@ -44,11 +49,12 @@ def as_path(where: str, folder: object) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
     """Hold ``path`` against other processes; the system frees it when a holder dies.
 
     Raises:
-        OSError: ``path`` is a symlink or not a regular file; nothing is written to it, whatever it is.
+        OSError: ``path`` is a symlink or not a regular file; nothing is written to it, whatever it is. Another process,
+            which may have been stopped, still holds it after ``wait_s`` seconds.
     """
     flags = os.O_RDONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags, 0o666)
@@ -56,18 +62,33 @@ def locked(path: Path) -> Iterator[None]:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(f"{path} is not a regular file; remove it")
         if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            _lock(handle, path, wait_s)
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, path: Path, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise OSError(f"another process has held {path} for {wait_s:g} s") from None
+            time.sleep(POLL_S)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that takes the name ``path`` when the block ends without an error, and vanishes otherwise.
 
-    It is written under a name that nobody can foresee, and is opened only if there is no such file or symlink.
+    It is written under a name that nobody can foresee, and is opened only if there is no such file or symlink. The caller
+    holds the lock of the folder: what a writer that was killed has left there is removed.
     """
+    if fcntl is not None:
+        for part in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
+            part.unlink(missing_ok=True)
     part = path.with_name(f"{path.name}.part-{os.urandom(8).hex()}")
     try:
         with part.open("xb") as file:

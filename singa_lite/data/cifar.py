@@ -282,7 +282,7 @@ def fetch_cifar10(folder: str | Path | None = None) -> Path:
         if _is_whole(path):
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
+        with locked(folder / "lock", 2 * FETCH_TIMEOUT_S):
             if not _is_whole(path):  # another process may have fetched it while this one waited
                 _fetch(path)
     except OSError as error:

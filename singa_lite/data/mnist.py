@@ -221,7 +221,7 @@ def _cached_files() -> dict[str, bytes]:
         if files is not None:
             return files
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
+        with locked(folder / "lock", 2 * FETCH_TIMEOUT_S):
             files = _verified_files(folder)  # another process may have fetched while this one waited
             return files if files is not None else _fetch_into(folder)
     except OSError as error:

@@ -221,6 +221,8 @@ class RunningJob:
             code = self.processes[rank].poll()
             if code is None:
                 continue
+            if code == 0 and rank in self.progress.failed():  # an exception, and then os._exit(0)
+                code = 1
             self._running.discard(rank)
             self._exit_deadline = time.monotonic() + self._exit_timeout_s
             process = f"{self.names[rank].text} (process {self.processes[rank].pid})"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from singa_lite.data import mnist
+from singa_lite.data import cifar, mnist
 from singa_lite.data.cache import cache_root, locked, whole_file
 from singa_lite.errors import DataError
 
@@ -85,6 +85,28 @@ def test_a_lock_is_held_against_other_processes_until_their_holder_dies(tmp_path
         for process in filter(None, (first, second)):
             process.kill()
             process.communicate()
+
+
+def test_a_lock_that_is_not_freed_is_an_error_of_the_data_set_which_names_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_CACHE", str(tmp_path))
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+    monkeypatch.setattr(mnist, "FETCH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(cifar, "FETCH_TIMEOUT_S", 0.1)
+    for folder, load in ((tmp_path / "mnist", mnist.load_mnist), (tmp_path / "cifar10", cifar.fetch_cifar10)):
+        folder.mkdir()
+        with (
+            locked(folder / "lock"),
+            pytest.raises(DataError, match=f"another process has held {folder}/lock for 0.2 s"),
+        ):
+            load()
+
+
+def test_the_part_that_a_killed_writer_has_left_is_removed_by_the_next(tmp_path):
+    for name in ("data.part-0123456789abcdef", "data2.part-0123456789abcdef"):
+        (tmp_path / name).write_bytes(b"half")
+    with whole_file(tmp_path / "data") as file:
+        file.write(b"whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "data2.part-0123456789abcdef"}
 
 
 def test_a_new_file_goes_under_a_name_that_nobody_can_foresee(tmp_path):
