@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -34,6 +34,7 @@ from ..graph.memory import Memory
 from ..tensor import Tensor
 from ..tensor.core import check_alike, check_tensor
 from ..tensor.tracked import is_tracked
+from .changed import kept_unread
 from .results import as_array, check_gradients, row_major_copies
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
@@ -376,7 +377,7 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
 
     Raises:
         GraphError: y was not recorded (``autograd.training`` was False, under no_grad(), or no parameter
-            takes part), or its record was used up.
+            takes part), or its record was used up. A parameter that an operator's backward reads has changed since.
         DTypeError: y is not a Tensor, dy neither a Tensor nor a number, or their dtypes differ.
         DeviceError: dy is on another device.
         ShapeError: y has more than one element and dy is None, or dy has another shape.
@@ -478,13 +479,17 @@ def nodes_behind(root: Node) -> list[Node]:
 
 def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor]]:
     uses: dict[Tensor, int] = {}  # leaf -> recorded uses not yet visited
+    changed: set[Tensor] = set()  # leaves, since a use
     for node in nodes:
         for source in node.sources:
             if isinstance(source, Tensor):
                 uses[source] = uses.get(source, 0) + 1
+                if source.changed_at > node.number:
+                    changed.add(source)
     gradients: dict[Any, _Gradient] = {(nodes[0], output): _Gradient(seed, is_shared=True)}
     for node in nodes:
-        _visit(node, gradients)
+        with kept_unread(changed, type(node.op).__name__, node.number) if changed else nullcontext():
+            _visit(node, gradients)
         for source in node.sources:
             if isinstance(source, Tensor):
                 uses[source] -= 1

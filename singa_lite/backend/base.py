@@ -188,6 +188,8 @@ class Backend(ABC):
             attributes = recorder.kernel(self, kernel, inputs, out, attributes)
         elif state.recorders:
             tell_other_threads(f"runs {kernel}", inputs, out if isinstance(out, tuple) else (out,))
+        if (before := this_thread.before_kernel) is not None:
+            before(inputs)
         if (rounded := state.rounded) is not None:  # which another thread may set to None meanwhile
             rounded.written(out if isinstance(out, tuple) else (out,))
         try:

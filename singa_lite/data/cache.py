@@ -83,8 +83,8 @@ def _lock(handle: int, path: Path, wait_s: float) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that takes the name ``path`` when the block ends without an error, and vanishes otherwise.
 
-    It is written under a name that nobody can foresee, and is opened only if there is no such file or symlink. The caller
-    holds the lock of the folder: what a writer that was killed has left there is removed.
+    It is written under a name that nobody can foresee, and is opened only if there is no such file or symlink. The
+    caller holds the lock of the folder: what a writer that was killed has left there is removed.
     """
     if fcntl is not None:
         for part in path.parent.glob(f"{glob.escape(path.name)}.part-*"):

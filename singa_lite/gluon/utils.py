@@ -169,7 +169,7 @@ def _check_changeable(array: object) -> None:
         kind = getattr(array, "dtype", type(array).__name__)
         raise DTypeError(f"clip_global_norm: expected floating-point Tensors or numpy arrays, got {kind}")
     if isinstance(array, Tensor):
-        array.check_leaf("clip_global_norm")
+        array.begin_change("clip_global_norm")
     elif not array.flags.writeable:
         raise OptionError(f"clip_global_norm: an array of shape {array.shape} cannot be written; pass a copy")
 

@@ -91,7 +91,7 @@ def as_pairs(optimizer: str, pairs: object) -> list[tuple[Tensor, Tensor]]:
 
 def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
     """Raise a typed error unless ``grad`` can update ``param``."""
-    param.check_leaf(f"{optimizer}: {param.name}")
+    param.begin_change(f"{optimizer}: {param.name}")
     if grad.array.shape != param.array.shape:
         raise ShapeError(f"{optimizer}: {param.name} has shape {param.shape}, its gradient {grad.shape}")
     if grad.array.dtype != param.array.dtype:

@@ -45,7 +45,7 @@ class GivenArray(NamedTuple):
         """Return ``value`` with its Tensor; raises unless it is contiguous and, with ``writes``, can be changed."""
         given = cls.around(where, value, writes)
         if writes:
-            given.tensor.check_leaf(where)
+            given.tensor.begin_change(where)
         return given
 
     @classmethod

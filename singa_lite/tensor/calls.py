@@ -55,7 +55,7 @@ def run(
     result = Tensor.wrap(array, like.device)
     if ret is None:
         return result
-    ret.check_leaf(kernel)
+    ret.begin_change(kernel)
     ret.copy_data(result)  # ret may be one of the inputs, which a kernel must not write
     return ret
 
@@ -80,7 +80,7 @@ def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor 
         shape = broadcast_shape(kernel, like.shape, ())
         if ret is not None:
             check_target(kernel, like, shape, ret)
-            ret.check_leaf(kernel)
+            ret.begin_change(kernel)
         wide = like.copy().as_type(float32)  # a leaf
         result = binary(kernel, wide, rhs, None) if like is lhs else binary(kernel, lhs, wide, None)
         return run("cast", like, result.array, shape=shape, ret=ret)

@@ -10,8 +10,10 @@ training where the tensor is a parameter, or was recorded and backward has not g
 lost (SINGA's are never recorded). Else the result is a leaf. ``clone`` and ``copy`` are always leaves.
 
 Note [in place]: in-place forms (``a += b``, the fillers, ``copy_from_numpy``, ``copy_data``) change values that a
-forward pass may have kept for its backward. Between the two, leave the tensors of that pass alone: after
-``y = x * w; x *= 10`` the gradient of w is that of the new x. A tensor that an operator made raises.
+forward pass may have kept for its backward. Between the two, leave the tensors of that pass alone. A tensor that an
+operator made raises, and so does a backward pass that would read a parameter changed since (autograd/changed.py). A
+change of another leaf is not noticed, nor what is written to ``data``: after ``y = x * w; x *= 10`` the gradient of w
+is that of the new x.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class Tensor:
     _grad: Tensor | None = None
     _has_fresh_grad = False
     _is_parameter = False  # whether a layer has it as a parameter, also after its flags were set to False
+    changed_at = 0  # its last change in place, among the numbers of recorded calls; see autograd/changed.py
     _is_old_grad = False  # whether this was the ``grad`` of a parameter that has another one now
 
     def __init__(
@@ -142,6 +145,9 @@ class Tensor:
         expose(self.array)
         return super().__reduce_ex__(protocol)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "changed_at"}  # of this process
+
     # ---- what it is --------------------------------------------------------------------------------
 
     @property
@@ -158,7 +164,7 @@ class Tensor:
 
     @data.setter
     def data(self, array: Any) -> None:
-        self.check_leaf("Tensor.data")
+        self.begin_change("Tensor.data")
         if not isinstance(array, type(self.array)):
             raise DTypeError(
                 f"Tensor.data: expected a {type(self.array).__name__} of {self.device}, got {type(array).__name__}"
@@ -350,7 +356,7 @@ class Tensor:
             ShapeError: another number of elements, or offset != 0.
             DTypeError: a value this dtype cannot hold exactly (0.5 as int32, a float64 0.1 as float32).
         """
-        self.check_leaf("copy_from_numpy")
+        self.begin_change("copy_from_numpy")
         break_graph("it copies host values into a Tensor, which a replay would not see change")
         values = as_numbers("copy_from_numpy", "np_array", np_array)
         if values.size != self.size() or as_index("copy_from_numpy", "offset", offset):
@@ -367,7 +373,7 @@ class Tensor:
 
     def copy_data(self, t: Tensor) -> None:
         """Overwrite the values with those of ``t``: same shape and dtype, any device; see Note [in place]."""
-        self.check_leaf("copy_data")
+        self.begin_change("copy_data")
         check_tensor("copy_data", t)
         if t.dtype != self.dtype:
             raise DTypeError(f"copy_data: {t.dtype} does not fit into {self.dtype}; convert with as_type()")
@@ -411,7 +417,7 @@ class Tensor:
 
     def to_type(self, dtype: Any) -> Tensor:
         """Round the values to ``dtype``, as ``as_type`` takes it, in place; returns self. GraphError if recorded."""
-        self.check_leaf("to_type")
+        self.begin_change("to_type")
         self._replace(self.as_type(dtype).array, self.device)
         return self
 
@@ -448,7 +454,7 @@ class Tensor:
 
     def reset_like(self, t: Tensor) -> None:
         """Become zeros of the shape, dtype and device of ``t``; a leaf only."""
-        self.check_leaf("reset_like")
+        self.begin_change("reset_like")
         check_tensor("reset_like", t)
         self._replace(t.device.backend.zeros(t.shape, t.dtype), t.device)
 
@@ -597,18 +603,19 @@ class Tensor:
         return self._fill(kernel, seed=seed, counter=counter, **attributes)
 
     def _fill(self, kernel: str, *inputs: Any, **attributes: Any) -> Tensor:
-        self.check_leaf(kernel)
+        self.begin_change(kernel)
         self.device.backend.run(kernel, *inputs, out=self.array, **attributes)
         return self
 
-    def check_leaf(self, what: str) -> None:
-        """Raise a GraphError if an operator made this tensor and recorded it."""
+    def begin_change(self, what: str) -> None:
+        """Note that this leaf changes in place now; GraphError if an operator made this tensor and recorded it."""
         if self.is_recorded:
             raise GraphError(
                 f"{what}: changing a recorded tensor in place would falsify its gradients; compute a new one, "
                 "change its clone(), or make it under autograd.no_grad()"
             )
         self.creator = None  # that of a recorded step, from which it is a copy
+        self.changed_at = next(state.numbers)
 
     # ---- norms -------------------------------------------------------------------------------------
 

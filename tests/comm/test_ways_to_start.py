@@ -344,7 +344,10 @@ def test_an_exception_ends_a_job_whose_ranks_something_keeps_alive(tmp_path, wha
 
 
 def test_an_exception_fails_a_job_although_a_function_of_atexit_ends_its_ranks_with_0(tmp_path):
-    text = STEP + "import atexit\natexit.register(os._exit, 0)\nif rank == 1:\n    raise ValueError('the cause')\n"
+    text = (
+        STEP
+        + "import atexit\natexit.register(os._exit, 0)\nif rank == 1:\n    raise ValueError('the cause')\n"
+    )
     command = launch_command(write_script(tmp_path, text + AGAIN), 3, options=["--max-restarts", "1"])
     result = run_command(command)
     assert result.returncode == 1
