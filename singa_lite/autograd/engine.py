@@ -20,7 +20,7 @@ is kept: who wants less memory chooses bfloat16, and its time pays for it. On a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -536,20 +536,26 @@ def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tupl
     """Call an operator's backward; return its results, checked, in the dtypes that the inputs had."""
     if isinstance(context.saved, tuple):  # an operator of a script may have set something else
         context.saved = tuple(map(array_of, context.saved))
+    is_own = node.op._is_own
+    if is_own and isinstance(context.saved, tuple) and this_thread.before_kernel is not None:
+        this_thread.before_kernel(_arrays_in(context.saved, dys[0]))  # what it reads by Python is not seen
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
-    is_own = node.op._is_own
     if is_own:
         wanted = [None if source is None else _shape_and_dtype(source) for source in node.sources]
         results = check_gradients(f"{type(node.op).__name__}: backward", results, dys[0], wanted, context)
     recorder = this_thread.recorder
     if recorder is not None:  # before kernels make other arrays of them
         outputs = tuple(array for array in results if array is not None)
-        given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
+        given = (*dys, *_arrays_in(context.saved, dys[0]))
         recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
     if is_own:
         results = row_major_copies(context, results)
     return results if context.input_dtypes is None else _in_dtypes(context, results)
+
+
+def _arrays_in(values: Iterable[Any], like: Array) -> tuple[Array, ...]:
+    return tuple(value for value in values if isinstance(value, type(like)))
 
 
 def _shape_and_dtype(source: tuple[Node, int] | Tensor) -> tuple[tuple[int, ...], Any]:

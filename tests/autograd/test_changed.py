@@ -53,6 +53,23 @@ def test_the_update_of_one_loss_is_noticed_by_the_backward_pass_of_another():
         opt.SGD(lr=0.1)(second)
 
 
+def test_what_an_operator_of_a_script_has_kept_must_be_as_it_was():
+    class Product(autograd.Operator):
+        def forward(self, context, a, b):
+            context.save(a, b)
+            return a * b
+
+        def backward(self, context, dy):
+            a, b = context.saved
+            return dy * b, dy * a
+
+    w, v = parameters()
+    total = autograd.reduce_sum(Product()(w, v))
+    w += 1.0
+    with pytest.raises(GraphError, match="Product needs w"):
+        autograd.gradients(total)
+
+
 def test_what_backward_does_not_read_may_change():
     w, v = parameters()
     x = from_numpy(np.array([[1.0, 2.0]], np.float32))
