@@ -44,6 +44,10 @@ WAITED = 2  # from this distance to the cause on, another rank has failed, and w
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+class LogError(OSError):
+    """A log cannot be written, as on a full disk."""
+
+
 class Output:
     """The lines of one process, written behind a prefix, and whole into its log.
 
@@ -76,7 +80,11 @@ class Output:
         """
         line = next((state for state in reversed(line.split(b"\r")) if state), b"")
         if self._log is not None:
-            _write_all(self._log, line + b"\n")
+            try:
+                _write_all(self._log, line + b"\n")
+            except OSError as error:
+                self._log = None
+                raise LogError(f"cannot write its log: {error}") from error
         distance = distance_of(line)
         if distance is not None:
             self.distance_to_cause = distance
@@ -193,12 +201,11 @@ def main(command: list[str]) -> int:
         output = Output(process["prefix"], open_log(job["log_dir"], process["log"]))
         script = Script(command, environ_of(job, process))
     except OSError as error:
-        _report(None, f"{name} cannot start: {error}")
-        note_failure(1, 0)
-        wait_until_read(2)
-        abort_job(1)
-        return 1
-    code = script.wait(output)
+        return _give_up(f"{name} cannot start: {error}")
+    try:
+        code = script.wait(output)
+    except LogError as error:
+        return _give_up(f"{name} {error}")
     if script.stop_signals:  # the others have them too, and end in their own time
         return code if code >= 0 else 128 - code
     if code or script.is_lost:
@@ -214,6 +221,15 @@ def main(command: list[str]) -> int:
     abort_job(128 - code)
     end_by_signal(-code)
     return 128 - code
+
+
+def _give_up(reason: str) -> int:
+    """End the job for want of something that this process needs; return its exit code."""
+    _report(None, reason)
+    note_failure(1, 0)
+    wait_until_read(2)
+    abort_job(1)
+    return 1
 
 
 def distance_of(line: bytes) -> int | None:

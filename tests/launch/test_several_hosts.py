@@ -349,6 +349,24 @@ def test_a_wrapper_ends_by_the_signal_that_ended_its_script(tmp_path):
     assert (tmp_path / "logs" / "worker-0.log").read_text() == "up\n" + result.stderr
 
 
+def test_a_log_on_a_full_disk_is_an_error_that_names_process_and_host(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").symlink_to("/dev/full")
+    script = write_script(tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(600)")
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", rank_wrapper.__file__, sys.executable, str(script)],
+        env=fresh_environment(PMI_RANK="0", SINGA_LITE_WRAPPER=json.dumps(job_of_one_worker(tmp_path))),
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=LIMIT_S,
+    )
+    assert result.returncode == 1
+    reason = "[Errno 28] No space left on device"
+    assert result.stderr == f"singa-lite run: worker 0 on d1 cannot write its log: {reason}\n"
+    assert_nothing_left(tmp_path)
+
+
 def test_a_report_that_a_script_cannot_start_is_read_before_the_job_ends(tmp_path, monkeypatch):
     calls = []
     for name in ("_report", "wait_until_read", "abort_job"):
