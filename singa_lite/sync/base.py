@@ -127,9 +127,11 @@ class Scheme:
         keeps_equal: whether parameters and optimizer states are equal on all ranks after every step.
         keeps_velocity: whether the scheme keeps what momentum has still to apply, which no other scheme can go on from.
         counter_kinds: numpy's kinds of dtype that its ``counters`` have: "iu" for whole numbers.
+        counter_prefix: what stands before a parameter's name in the name of its counter; "" if it has none.
         slots: the arrays that the scheme keeps for each parameter, by name (state.py).
         inside, between: what the last step sent within and between hosts, where the scheme distinguishes them.
         state: these arrays.
+        param_counters: the counter of each parameter by its name, for a scheme with a ``counter_prefix``.
         groups: the groups of ranks that its steps exchange in, where it makes some, or None.
         options: the options of the step that runs.
 
@@ -147,6 +149,7 @@ class Scheme:
     keeps_equal: ClassVar[bool] = True
     keeps_velocity: ClassVar[bool] = False
     counter_kinds: ClassVar[str] = "iuf"
+    counter_prefix: ClassVar[str] = ""
     slots: ClassVar[Mapping[str, Slot]] = MappingProxyType({})
     inside: Traffic | None = None
     between: Traffic | None = None
@@ -167,6 +170,7 @@ class Scheme:
         self.bucket_bytes = bucket_bytes
         self.optimizer = optimizer
         self.state = ParamState(self.slots)
+        self.param_counters: dict[str, Any] = {}
         self.groups: StepGroups | None = None
         self.options: Any = self.Options()  # Any: each scheme has a class of its own
         self._options_text = ""  # of the step that runs, see Note [options in names]
@@ -199,12 +203,15 @@ class Scheme:
 
     def counters(self) -> dict[str, float]:
         """Return the numbers that the scheme keeps from step to step, by name, for checkpoints."""
-        return {}
+        return {self.counter_prefix + name: number for name, number in self.param_counters.items()}
 
     def set_counters(self, counters: dict[str, Any]) -> None:
         """Continue from ``counters``. CheckpointError: they are another scheme's."""
-        if counters:
-            raise CheckpointError(f"{type(self).__name__} keeps no counters, but got {sorted(counters)[:3]}")
+        prefix = self.counter_prefix
+        if wrong := sorted(name for name in counters if not prefix or not name.startswith(prefix)):
+            own = self.names[0] if self.names else type(self).__name__
+            raise CheckpointError(f"{own}: {wrong[:3]} are not its counters")
+        self.param_counters = {name.removeprefix(prefix): number for name, number in counters.items()}
 
     # ---- for schemes -----------------------------------------------------------------------------------
 
@@ -334,14 +341,6 @@ def types_of(scheme: type[Scheme]) -> Mapping[str, Any]:
 def _types_of(options: Any) -> Mapping[str, Any]:
     """Return the type of each field; found once, as that takes longer than reading a text."""
     return MappingProxyType(get_type_hints(options))
-
-
-def by_parameter(scheme: str, prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return counters called ``prefix`` and the name of a parameter by that name; CheckpointError for any other."""
-    wrong = [name for name in counters if not name.startswith(prefix)]
-    if wrong:
-        raise CheckpointError(f"{scheme}: {wrong[:3]} are not its counters")
-    return {name.removeprefix(prefix): value for name, value in counters.items()}
 
 
 def scale_in_place(backend: Backend, flat: Array, factor: float) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 from ..errors import check_int
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start
 from ..tensor import Tensor
-from .base import Scheme, StepContext, by_parameter
+from .base import Scheme, StepContext
 from .buckets import Bucket, BucketedSync, Exchange
-
-PREFIX = "updates of "
 
 
 class LocalSgd(BucketedSync):
@@ -32,6 +30,7 @@ class LocalSgd(BucketedSync):
     is_recordable = True
     keeps_equal = False
     changes_one_rank = False
+    counter_prefix = "updates of "  # local ones
 
     @dataclass(frozen=True)
     class Options:
@@ -51,7 +50,6 @@ class LocalSgd(BucketedSync):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._updates: dict[str, int] = {}  # local ones, by the parameter's name
         self._is_local = True
 
     def step_key(self, step: StepContext) -> Hashable:
@@ -76,7 +74,7 @@ class LocalSgd(BucketedSync):
         period, by_name = int(self.options.period), {self.optimizer.name_of(param): param for param in params}
         with_ahead: dict[int, list[str]] = {}
         for name in by_name:
-            ahead = steps_since_start((self, name), self._updates.get(name, 0))
+            ahead = steps_since_start((self, name), self.param_counters.get(name, 0))
             with_ahead.setdefault(ahead, []).append(name)
         due = set[str]()
         for ahead, names in with_ahead.items():
@@ -89,14 +87,8 @@ class LocalSgd(BucketedSync):
 
     def _due(self, names: list[str], period: int, ahead: int = 0) -> tuple[str, ...]:
         """Return which parameters are averaged after the update of ``names`` that comes after ``ahead`` others."""
-        return tuple(name for name in names if (self._updates.get(name, 0) + ahead + 1) % period == 0)
+        return tuple(name for name in names if (self.param_counters.get(name, 0) + ahead + 1) % period == 0)
 
     def _count(self, names: tuple[str, ...]) -> None:
         for name in names:
-            self._updates[name] = self._updates.get(name, 0) + 1
-
-    def counters(self) -> dict[str, float]:
-        return {PREFIX + name: count for name, count in self._updates.items()}
-
-    def set_counters(self, counters: dict[str, Any]) -> None:
-        self._updates = by_parameter("localSGD", PREFIX, counters)
+            self.param_counters[name] = self.param_counters.get(name, 0) + 1

@@ -11,10 +11,9 @@ from typing import Any
 
 from ..graph.recorder import bookkeep, break_graph, guard_ahead, steps_since_start
 from ..tensor import Tensor
-from .base import Scheme, by_parameter
+from .base import Scheme
 from .grouping import group_all
 
-PREFIX = "updates since the average of "
 MAX_UPDATES = 64  # of a recorded step
 ChunkNames = tuple[tuple[str, ...], ...]  # the names of the parameters of each chunk of a step
 
@@ -31,12 +30,12 @@ class PartialUpdate(Scheme):
     counter_kinds = "iu"
     is_recordable = True
     keeps_equal = False
+    counter_prefix = "updates since the average of "
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         # by the parameters of a step, which may change (two losses, two models)
         self._chunks: dict[tuple[Tensor, ...], list[list[Tensor]]] = {}
-        self._ages: dict[str, int] = {}  # updates since the average, by the parameter's name
         self._num_updates = 0
         self._latest: deque[ChunkNames] = deque(maxlen=MAX_UPDATES)  # what the last of them had
 
@@ -50,18 +49,18 @@ class PartialUpdate(Scheme):
             break_graph(f"partialUpdate: it has more than {MAX_UPDATES} updates")
         before = list(self._latest)[len(self._latest) - ahead :]
         guard_ahead(self, ahead, partial(self._next_chunk_after, before, names))
-        self.average(chunks[_next_chunk(names, self._ages)])
+        self.average(chunks[_next_chunk(names, self.param_counters)])
         bookkeep(self._count, names)
 
     def _next_chunk_after(self, updates: list[ChunkNames], names: ChunkNames, ahead: int) -> int:
         """Return the number of the chunk to average now or, if updates are ``ahead``, after all of ``updates``."""
-        ages = dict(self._ages) if ahead else self._ages
+        ages = dict(self.param_counters) if ahead else self.param_counters
         for others in updates if ahead else ():
             _update(ages, others)
         return _next_chunk(names, ages)
 
     def _count(self, names: ChunkNames) -> None:
-        _update(self._ages, names)
+        _update(self.param_counters, names)
         self._num_updates += 1
         self._latest.append(names)
 
@@ -73,12 +72,6 @@ class PartialUpdate(Scheme):
                 same = [param for param in params if param.dtype == dtype]
                 self._chunks[key] += group_all(same, [param.size() for param in same], self.threshold)
         return self._chunks[key]
-
-    def counters(self) -> dict[str, float]:
-        return {PREFIX + name: age for name, age in self._ages.items()}
-
-    def set_counters(self, counters: dict[str, Any]) -> None:
-        self._ages = by_parameter("partialUpdate", PREFIX, counters)
 
 
 def _next_chunk(names: ChunkNames, ages: Mapping[str, int]) -> int:

@@ -18,11 +18,9 @@ import numpy as np
 
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
-from .base import Array, StepContext, by_parameter
+from .base import Array, StepContext
 from .buckets import Bucket, BucketedSync, Exchange
 from .state import Slot
-
-PREFIX = "lr of "  # of counters
 
 
 class Sign(BucketedSync):
@@ -37,6 +35,7 @@ class Sign(BucketedSync):
     sums_residuals = True
     is_selective = True  # groups by threshold, without padding
     slots = MappingProxyType({"residual": Slot()})
+    counter_prefix = "lr of "  # of the step that left its residual
 
     @dataclass(frozen=True)
     class Options:
@@ -52,7 +51,6 @@ class Sign(BucketedSync):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._lrs: dict[str, float] = {}  # by parameter: of the step that left its residual
         self._ends = WeakKeyDictionary[Bucket, Array]()
 
     def exchange(self, bucket: Bucket) -> Exchange:
@@ -99,7 +97,7 @@ class Sign(BucketedSync):
     def _minus_ratio(self, name: str, step: StepContext) -> float:
         """Return minus what a parameter's residual is multiplied by, see Note [units]."""
         lr = step.lr
-        return -self._lrs.get(name, lr) / lr if step.options.rescale and lr > 0 else -1.0
+        return -self.param_counters.get(name, lr) / lr if step.options.rescale and lr > 0 else -1.0
 
     def after_update(self, params: list[Tensor]) -> None:
         if self.options.corr:
@@ -108,10 +106,4 @@ class Sign(BucketedSync):
     def _note_lr(self, names: list[str]) -> None:
         lr = self.now().lr
         if lr > 0:  # a step at 0 changes no parameter, and leaves the unit as it is
-            self._lrs.update(dict.fromkeys(names, lr))
-
-    def counters(self) -> dict[str, float]:
-        return {PREFIX + name: lr for name, lr in self._lrs.items()}
-
-    def set_counters(self, counters: dict[str, Any]) -> None:
-        self._lrs = by_parameter("sign", PREFIX, counters)
+            self.param_counters.update(dict.fromkeys(names, lr))
