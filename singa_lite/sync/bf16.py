@@ -9,11 +9,6 @@ become infinite; so does, as with fp32, a sum over the ranks beyond float32.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
-from ..errors import DTypeError
 from .buckets import Bucket, BucketedSync, Exchange
 
 
@@ -22,13 +17,7 @@ class Bf16(BucketedSync):
 
     names = ("bf16",)
     is_recordable = True
-
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        if dtype != "float32":
-            raise DTypeError(
-                f"bf16: {names} is {dtype}; only float32 gradients are sent as bfloat16, use fp32"
-            )
+    sends, sent_as = ("float32",), "bfloat16"
 
     def exchange(self, bucket: Bucket) -> Exchange:
         yield self.communicator.all_reduce(bucket.flat, "mean", wire_dtype="bfloat16", name=bucket.name)

@@ -140,11 +140,15 @@ class BucketedSync(Scheme, ABC):
             ``bucket_bytes``, and gradients are contiguous.
         sums_residuals: whether it keeps sums over many steps in arrays of the gradients' dtype, so that it refuses 16
             bits, in which they lose too much.
+        sends: dtypes of the gradients that it sends; () for all.
+        sent_as: what values become on the wire, for errors.
         changes_one_rank: whether the gradients to apply differ from a rank's own in a world of one.
     """
 
     is_selective: ClassVar[bool] = False
     sums_residuals: ClassVar[bool] = False
+    sends: ClassVar[tuple[str, ...]] = ()
+    sent_as: ClassVar[str] = ""
     changes_one_rank: ClassVar[bool] = True
 
     def __init__(self, *arguments: Any) -> None:
@@ -159,6 +163,11 @@ class BucketedSync(Scheme, ABC):
         if cls.sums_residuals and dtype not in ("float32", "float64"):
             raise DTypeError(
                 f"{cls.names[0]}: {names} is {dtype}, in which sums over many steps lose too much; use float32"
+            )
+        if cls.sends and dtype not in cls.sends:
+            raise DTypeError(
+                f"{cls.names[0]}: {names} is {dtype}; only {' and '.join(cls.sends)} gradients are sent as "
+                f"{cls.sent_as}, use fp32"
             )
 
     def check(self, bucket: Bucket) -> None:

@@ -10,9 +10,6 @@ elements of at least N * 2**-27 of the bucket's largest keep a relative error be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from ..backend.base import Backend
 from ..comm.base import Communicator, ReduceOp
@@ -24,14 +21,6 @@ from .buckets import Bucket, BucketedSync, Exchange, Soon
 HALF_MAX = 65504.0  # the largest finite float16
 
 
-def check_half(names: str, dtype: np.dtype[Any]) -> None:
-    """Raise DTypeError for values that are not rounded to float16."""
-    if dtype != "float32":
-        raise DTypeError(
-            f"fp16: {names} is {dtype}; only float32 and float16 gradients are sent as float16, use fp32"
-        )
-
-
 class HalfMessage:
     """One flat float32 array on its way through float16.
 
@@ -40,7 +29,8 @@ class HalfMessage:
     """
 
     def __init__(self, communicator: Communicator, backend: Backend, flat: Array, name: str) -> None:
-        check_half(name, flat.dtype)
+        if flat.dtype != "float32":
+            raise DTypeError(f"fp16: {name} is {flat.dtype}; only float32 values are rounded to float16")
         self.communicator, self.backend, self.flat, self.name = communicator, backend, flat, name
         self._largest = backend.empty((1,), "float32")
 
@@ -64,6 +54,7 @@ class Fp16(BucketedSync):
 
     names = ("fp16", "half")
     is_recordable = True
+    sends, sent_as = ("float32", "float16"), "float16"
 
     @dataclass(frozen=True)
     class Options:
@@ -78,11 +69,6 @@ class Fp16(BucketedSync):
         def __post_init__(self) -> None:
             if self.clip_value is not None and not check_number("fp16", "clip_value", self.clip_value) > 0:
                 raise OptionError(f"fp16: clip_value = {self.clip_value} must be > 0, or None")
-
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        if dtype != "float16":  # which is sent as it is
-            check_half(names, dtype)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         clip = self.options.clip_value

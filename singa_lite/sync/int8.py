@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-import numpy as np
-
-from ..errors import DTypeError, check_int
+from ..errors import check_int
 from .base import Array
 from .buckets import Bucket, BucketedSync, Exchange, Soon
 from .state import Slot
@@ -37,6 +34,7 @@ class Int8(BucketedSync):
     names = ("int8",)
     is_recordable = True
     is_selective = True  # groups do not depend on bucket_bytes, or the blocks would
+    sends, sent_as = ("float32", "float16"), "int8"
     slots = MappingProxyType({"residual": Slot()})
 
     @dataclass(frozen=True)
@@ -53,13 +51,6 @@ class Int8(BucketedSync):
 
         def __post_init__(self) -> None:
             check_int("int8", "seed", self.seed, 0)
-
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        if dtype not in ("float16", "float32"):
-            raise DTypeError(
-                f"int8: {names} is {dtype}; only float32 and float16 gradients are sent as int8, use fp32"
-            )
 
     def exchange(self, bucket: Bucket) -> Exchange:
         run, flat, ranks = bucket.backend.run, bucket.flat, self.communicator.size
