@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ..comm.base import Communicator
 from ..comm.work import Traffic
-from ..errors import CommError, DeviceError, DTypeError, OptionError, ShapeError, check_bool
+from ..errors import CommError, DeviceError, DTypeError, OptionError, ShapeError, check_bool, check_number
 from ..graph.clock import StepTimes, end_step
 from ..graph.recorder import break_graph, persist
 from ..tensor import Tensor
@@ -23,7 +23,7 @@ from .agree import by_name, text_of_names
 from .arrays import GivenArray, RawOrTensor
 from .fp16 import HalfMessage
 from .sparse import SparseMessage
-from .sparse_threshold import check_magnitude, count_selected, send_selected
+from .sparse_threshold import count_selected, send_selected
 from .sparse_top_k import check_share, send_top_k
 from .step_seconds import StepSeconds, step_seconds
 
@@ -194,7 +194,7 @@ class ArrayCollectives:
         if check_bool("sparsification", "topK", topK):
             check_share("sparseTopK", "spars", spars)
         else:
-            check_magnitude(spars)
+            check_number("sparseThreshold", "spars", spars, 0)
         if array.dtype.char not in "efd":
             raise DTypeError(f"sparsification: expected float16, float32 or float64, got {array.dtype}")
         flat = array.reshape(-1)

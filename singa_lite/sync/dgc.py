@@ -16,12 +16,12 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import CheckpointError, OptionError, check_int, check_number
+from ..errors import CheckpointError, OptionError, check_choice, check_int, check_number
 from ..tensor import Tensor
 from .base import Array, StepContext
 from .buckets import Bucket, BucketedSync, Exchange
 from .clip import clip_factors
-from .sparse import SparseMessage, check_values
+from .sparse import VALUES, SparseMessage
 from .sparse_top_k import check_share, send_top_k
 from .state import Slot
 
@@ -65,7 +65,7 @@ class Dgc(BucketedSync):
         def __post_init__(self) -> None:
             check_share("dgc", "density", self.density)
             check_int("dgc", "warmup", self.warmup, 0)
-            check_values("dgc", self.values)
+            check_choice("dgc", "values", self.values, VALUES)
             if self.clip is not None and not check_number("dgc", "clip", self.clip) > 0:
                 raise OptionError(f"dgc: clip = {self.clip} must be > 0, or None")
 

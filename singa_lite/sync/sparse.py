@@ -15,7 +15,6 @@ import numpy as np
 from ..backend.base import Backend
 from ..comm.base import Communicator
 from ..comm.work import Work
-from ..errors import check_choice
 from .base import Array, scale_in_place
 from .buckets import Bucket, BucketedSync
 from .fp16 import HALF_MAX
@@ -23,11 +22,6 @@ from .indices import IndexCode
 from .state import Slot
 
 VALUES = ("own", "fp16")  # how values may travel
-
-
-def check_values(scheme: str, values: object) -> None:
-    """Raise OptionError unless ``values`` is one of VALUES."""
-    check_choice(scheme, "values", values, VALUES)
 
 
 class SparseMessage:

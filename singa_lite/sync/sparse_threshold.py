@@ -8,17 +8,10 @@ from functools import partial
 from typing import Any
 
 from ..comm.work import Work
-from ..errors import OptionError, check_number
+from ..errors import check_choice, check_number
 from .base import Array
 from .buckets import Bucket, Exchange, OnHost
-from .sparse import SparseMessage, SparseSync, check_values
-
-
-def check_magnitude(spars: float) -> None:
-    """Raise OptionError unless spars >= 0."""
-    check_number("sparseThreshold", "spars", spars)
-    if not spars >= 0.0:
-        raise OptionError(f"sparseThreshold: spars = {spars} must be >= 0, the least magnitude to send")
+from .sparse import VALUES, SparseMessage, SparseSync
 
 
 def count_selected(message: SparseMessage, spars: Any) -> Array:
@@ -64,8 +57,8 @@ class SparseThreshold(SparseSync):
         values: str = "own"
 
         def __post_init__(self) -> None:
-            check_magnitude(self.spars)
-            check_values("sparseThreshold", self.values)
+            check_number("sparseThreshold", "spars", self.spars, 0)
+            check_choice("sparseThreshold", "values", self.values, VALUES)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         message = self.message(bucket)

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 
 from ..comm.work import Work
-from ..errors import OptionError, check_number
+from ..errors import OptionError, check_choice, check_number
 from .buckets import Bucket, Exchange
-from .sparse import SparseMessage, SparseSync, check_values
+from .sparse import VALUES, SparseMessage, SparseSync
 
 
 def check_share(where: str, name: str, share: float) -> None:
@@ -58,7 +58,7 @@ class SparseTopK(SparseSync):
 
         def __post_init__(self) -> None:
             check_share("sparseTopK", "spars", self.spars)
-            check_values("sparseTopK", self.values)
+            check_choice("sparseTopK", "values", self.values, VALUES)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         message = self.message(bucket)
