@@ -20,8 +20,7 @@ from ..tensor import Tensor, to_numpy
 from ..users_line import warn
 from .accumulate import GradientSums
 from .checks import unique_names
-from .options import Option
-from .step_options import CallDefaults, StepOptions, schedules
+from .step_options import CallDefaults, Option, StepOptions, schedules
 
 BY_HAND = (
     "DistOpt: the ranks started with different values of the parameters that they update by hand, and keep them "

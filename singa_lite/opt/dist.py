@@ -46,11 +46,10 @@ from .checks import as_pairs, check_arrays, check_pair
 from .consistency import Consistency
 from .dist_arguments import check_messages, check_spars, check_updates, check_values
 from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
-from .options import Option
 from .schedule import DecayScheduler
 from .sgd import SGD
 from .singa import SingaCalls
-from .step_options import StepOptions, has_clip
+from .step_options import Option, StepOptions, has_clip
 from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default

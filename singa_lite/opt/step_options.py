@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options a step of a scheme has: those of its call, of dist_option's text, and of the constructor."""
+"""Which options a step of a scheme has: those of its call, of dist_option's text, and of the constructor.
+
+They are plain values, or schedules of the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Hashable, Mapping
+from dataclasses import fields
+from typing import Any, Protocol, get_args
 
-from ..errors import OptionError, is_one_of
+import numpy as np
+
+from ..errors import OptionError, check_number, is_one_of
 from ..sync.base import OptimizerView, Scheme, StepContext, types_of
 from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from .base import Optimizer
-from .options import Option, check_options, join_options, with_defaults
 from .schedule import DecayScheduler, described
+
+Option = Any  # a number, a bool, or a DecayScheduler of numbers
 
 
 class CallDefaults(OptimizerView, Protocol):
@@ -36,8 +43,8 @@ class StepOptions:
     def check(self, dist: CallDefaults, spars: float | DecayScheduler | None) -> None:
         """Raise OptionError unless the constructor's options fit its ``dist_option``, and ``spars`` is given once."""
         scheme, of_text = read_dist_option(dist.dist_option)
-        of_text = options_by_name(scheme, join_options("DistOpt", of_text, self.options))
-        join_options("DistOpt", of_text, {} if spars is None else {"spars": spars})
+        of_text = options_by_name(scheme, _join_options(of_text, self.options))
+        _join_options(of_text, {} if spars is None else {"spars": spars})
         self.step(dist, scheme, self.read_call(dist, None, None, {}))
 
     def read_call(
@@ -50,17 +57,17 @@ class StepOptions:
         """Return the options of a call by name, schedules as they are; without ``spars`` where it is the attribute."""
         default, of_default = read_dist_option(dist.dist_option)
         scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
-        of_call = options_by_name(scheme, join_options("DistOpt", of_text, options))
+        of_call = options_by_name(scheme, _join_options(of_text, options))
         given = options_by_name(scheme, {**self.options, **of_default}) if scheme is default else {}
         wrapped = wrapped_field(scheme)
         if wrapped in of_call and of_call[wrapped] != given.get(wrapped):
             given = {}  # are another scheme's
         if spars is not None and "spars" in types_of(scheme_of_options(scheme, {**given, **of_call})):
-            of_call = join_options("DistOpt", of_call, {"spars": spars})
+            of_call = _join_options(of_call, {"spars": spars})
         given |= of_call
         by_name = {name: value for name, value in given.items() if name != wrapped}
         takes = scheme_of_options(scheme, given)
-        check_options(takes.names[0], types_of(takes), by_name)
+        _check_options(takes.names[0], types_of(takes), by_name)
         if self._clip_norm is not None and has_clip(scheme):
             if "clip" in given:
                 raise OptionError(
@@ -84,8 +91,8 @@ class StepOptions:
     ) -> Hashable:
         """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
         step = self.step(dist, type(scheme), given, offset)
-        options = with_defaults(step.options, scheme.read_again)
-        return scheme, options, scheme.step_key(step)
+        fixed = (field.name for field in fields(step.options) if field.name not in scheme.read_again)
+        return scheme, tuple(getattr(step.options, name) for name in fixed), scheme.step_key(step)
 
 
 def schedules(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Any]:
@@ -118,3 +125,29 @@ def _values_at(scheme: type[Scheme], given: dict[str, Option], step: int) -> dic
             if is_bool and not is_one_of(found, (False, True)):
                 raise OptionError(f"DistOpt: {name} = {found!r} at step {step} must be True or False")
     return values
+
+
+def _join_options(of_text: Mapping[str, Option], by_name: Mapping[str, Option]) -> dict[str, Option]:
+    """Return both as one dict; OptionError if they give the same option."""
+    if twice := sorted(set(of_text) & set(by_name)):
+        raise OptionError(
+            f"DistOpt: {', '.join(twice)} is given twice, in the text of dist_option and by name; leave one out"
+        )
+    return {**of_text, **by_name}
+
+
+def _check_options(scheme: str, types: Mapping[str, Any], given: Mapping[str, Option]) -> None:
+    """Raise OptionError unless ``types`` has the name and type of each option; a DecayScheduler is a number."""
+    unknown = sorted(set(given) - set(types))
+    if unknown:
+        have = f"its options are {', '.join(types)}" if types else "it has no options"
+        raise OptionError(f"DistOpt: {scheme} has no option {', '.join(unknown)}; {have}")
+    for name, value in given.items():
+        accepted = get_args(types[name]) or (types[name],)
+        if isinstance(value, DecayScheduler) or (value is None and type(None) in accepted):
+            continue
+        if bool in accepted:
+            if not isinstance(value, (bool, np.bool_)):
+                raise OptionError(f"{scheme}: {name} = {value!r} must be True or False")
+        elif float in accepted:
+            check_number(scheme, name, value)
