@@ -22,7 +22,6 @@ from .schedule import Constant, DecayScheduler
 
 Made = TypeVar("Made")
 _SCHEDULE: type[Any] = DecayScheduler  # Any: an abstract class, which mypy would not have as an argument
-MISSING = object()  # no attribute holds it
 
 
 def description_of(value: object) -> dict[str, Any]:
@@ -32,10 +31,14 @@ def description_of(value: object) -> dict[str, Any]:
         OptionError: an argument has no attribute of its name, or is not a JSON value.
     """
     kind = type(value)
-    return {
-        "class": kind.__name__,
-        **{name: _as_json(f"{kind.__name__}.{name}", _read(value, name)) for name in argument_names(kind)},
-    }
+    names = argument_names(kind)
+    if missing := [name for name in names if not hasattr(value, name)]:
+        raise OptionError(
+            f"{kind.__name__}: expected an attribute for the argument {missing[0]}, got none; set self.{missing[0]} in "
+            "the constructor"
+        )
+    found = {name: _as_json(f"{kind.__name__}.{name}", getattr(value, name)) for name in names}
+    return {"class": kind.__name__, **found}
 
 
 def make(base: type[Made], name: object, arguments: Mapping[str, Any]) -> Made:
@@ -83,16 +86,6 @@ def argument_names(kind: type) -> list[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return list(dict.fromkeys(names))
-
-
-def _read(value: object, name: str) -> object:
-    found = getattr(value, name, MISSING)
-    if found is MISSING:
-        raise OptionError(
-            f"{type(value).__name__}: expected an attribute for the argument {name}, got none; set self.{name} in "
-            "the constructor"
-        )
-    return found
 
 
 def _as_json(where: str, value: object) -> Any:

@@ -390,8 +390,8 @@ class Optimizer:
                 attribute is not what the constructor makes of the arguments.
         """
         description = description_of(self)
-        again = make(Optimizer, description["class"], _without_class(json.loads(json.dumps(description))))
-        name = type(self).__name__
+        arguments, name = json.loads(json.dumps(description)), type(self).__name__
+        again = make(Optimizer, arguments.pop("class"), arguments)
         if type(again) is not type(self):
             raise OptionError(f"{name}: a class of this name was defined again after this optimizer was made")
         mine, made = self._described(self._step_counter), again._described(self._step_counter)
@@ -528,7 +528,3 @@ def create(name: str, /, **arguments: Any) -> Optimizer:  # Any: numbers, text, 
         OptionError: no optimizer or schedule has that name, or it does not take these arguments.
     """
     return make(Optimizer, name, arguments)
-
-
-def _without_class(description: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in description.items() if name != "class"}
