@@ -2,7 +2,7 @@
 """The CUDA backend: every kernel on one GPU. Imports cupy, so it is imported only when a CUDA device is made.
 
 One file per family of kernels, each a class whose methods are kernels (see Note [kernel form] in ../base.py) and, for
-our own, a ``.cu`` file beside it; launch.py starts those. cupy gives memory, streams, cuBLAS and the compiler.
+our own, ``.cu`` files beside it; launch.py starts those. cupy gives memory, streams, cuBLAS and the compiler.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from .conv import ConvKernels, preferred_formats, takes_formats
 from .elementwise import ElementwiseKernels
 from .fuse import fuse
 from .graph_memory import GraphMemory
-from .indices import IndexKernels
 from .loss import LossKernels
-from .low_rank import LowRankKernels
+from .message import MessageKernels
 from .move import MoveKernels
 from .norm import NormKernels
 from .pool import PoolKernels
-from .quantize import QuantizeKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
-from .signs import SignKernels
 from .streams import COMPUTE
 from .update import UpdateKernels
 
@@ -47,12 +44,9 @@ class CudaBackend(
     RecurrentKernels,
     LossKernels,
     RandomKernels,
-    QuantizeKernels,
+    MessageKernels,
     UpdateKernels,
     SelectKernels,
-    IndexKernels,
-    SignKernels,
-    LowRankKernels,
 ):
     """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [streams].
 

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ascending indices as few bits for indices.py, see Note [Elias-Fano] in ../cpu/indices.py. T is the type of indices.
+// Ascending indices as few bits for message.py, see Note [Elias-Fano] in ../cpu/indices.py. T is the type of indices.
 
-KERNEL clear_words(unsigned* words, Int num_words) { EACH(i, num_words) words[i] = 0; }
-
-// Bits don't overlap, so adding sets them, in any order.
+// Bits don't overlap, so adding to words of zeros sets them, in any order.
 KERNEL set_bits(const T* indices, unsigned* words, Int k, Int low_bits, Int num_low_words, Int num_words) {
   EACH(j, k) {
     const Bits index = static_cast<Bits>(indices[j]), high = (index >> low_bits) + j;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of two narrow matrices, for low_rank.py; sums in a fixed order, so all ranks with a GPU have the same bits.
+// Products of two narrow matrices, for message.py; sums in a fixed order, so all ranks with a GPU have the same bits.
 
 // One block, as each row waits for those before it. A thread reads and writes the same columns of all rows.
 KERNEL orthonormal_rows(const T* p, T* out, Int rows, Int n, double dropped) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 8-bit messages for quantize.py; the notes in ../cpu/quantize.py say what they are. A block of threads has a block of
+// 8-bit messages for message.py; the notes in ../cpu/quantize.py say what they are. A block of threads has a block of
 // values, a thread one of them. Products are rounded before they are added (__fmul_rn), as on the CPU: the bits are equal.
 
 const int kBlock = 256, kLanes = 32, kLargest = 127;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Signs as bits for signs.py. T is the type of values, U of where segments end.
+// Signs as bits for message.py. T is the type of values, U of where segments end.
 
 // A thread makes a byte of eight signs; NaN counts as negative.
 KERNEL pack_signs(const T* x, Byte* bits, Int n, Int num_bytes) {
