@@ -83,6 +83,10 @@ class GraphRewriter:
         """Return the numbers of the nodes that read the memory of ``view``, once for each of their inputs."""
         return list(self._readers[view.memory])
 
+    def writers(self, view: View) -> list[int]:
+        """Return the numbers of the nodes that write to the memory of ``view``, likewise."""
+        return list(self._writers[view.memory])
+
     def can_move(self, first: int, last: int) -> bool:
         """Return whether node ``first`` may run where ``last`` does: nothing in between changes what it reads."""
         node = self.nodes[first]

@@ -17,15 +17,15 @@ have a flag of their own, so what is written to these is lost on the copy.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ..config import state
 from ..dtypes import bfloat16
-from .memory import Array, Memory, root_of
+from .memory import Array, root_of
 from .nodes import Host, Kernel, Node, StreamSwitch, run_steps
+from .rewrite import GraphRewriter
 
 SetWriteable = Callable[[Array, bool], None]
 
@@ -103,14 +103,11 @@ def expose(array: Array) -> None:
         state.exposed[key] = weakref.ref(root, partial(state.exposed.pop, key))
 
 
-def keep_copies(
-    nodes: list[Node], inputs: list[Memory], copies: MutableMapping[int, Array]
-) -> tuple[list[Node], int, list[Array]]:
+def keep_copies(nodes: list[Node], copies: MutableMapping[int, Array]) -> tuple[list[Node], int, list[Array]]:
     """Return the nodes of a tape with updates that write the rounded copies of their parameters.
 
     Args:
-        nodes: a tape.
-        inputs: memory that is written before a replay.
+        nodes: a tape, none of which writes an input of the step.
         copies: arrays of copies, which the records of a model share, by the ids of their parameters' arrays.
 
     Returns:
@@ -119,7 +116,7 @@ def keep_copies(
     """
     if any(isinstance(node, StreamSwitch) or (isinstance(node, Host) and node.sees_arrays) for node in nodes):
         return nodes, 0, []
-    readers, writers = _uses(nodes, inputs)
+    graph = GraphRewriter(nodes, lambda view: True)
     casts: dict[int, Array] = {}  # parameters, by the numbers of their casts
     repeated: set[int] = set()  # numbers of casts whose result is that of one in ``casts``
     changed = list(nodes)
@@ -128,14 +125,13 @@ def keep_copies(
             continue
         (param,), copy = cast.inputs, cast.out
         owner = param.memory.owner
-        last = writers[param.memory][-1:]
-        update = changed[last[0]] if last else None
+        last = graph.writers(param)
+        update = changed[last[0]] if len(last) == 1 else None
         if (
             isinstance(update, Kernel)
             and cast.backend.rounds_updates(update, param)
-            and writers[param.memory] == last
-            and writers[copy.memory] == [number]
-            and max(readers[copy.memory], default=number) < last[0]
+            and graph.writers(copy) == [number]
+            and max(graph.readers(copy), default=number) < last[0]
         ):
             position = update.outputs.index(param)
             rounded = update.attributes.get("rounded", ())
@@ -162,16 +158,3 @@ def _rounds_parameter(cast: Kernel) -> bool:
     (param,), copy = cast.inputs, cast.out
     owner = param.memory.owner
     return owner is not None and copy.memory.owner is None and owner.shape == param.shape and copy.is_whole
-
-
-def _uses(nodes: list[Node], inputs: list[Memory]) -> tuple[dict[Memory, list[int]], dict[Memory, list[int]]]:
-    """Return the numbers of the nodes that read each piece of memory, and of those that write it; -1: before all."""
-    readers, writers = defaultdict[Memory, list[int]](list), defaultdict[Memory, list[int]](list)
-    for memory in inputs:
-        writers[memory].append(-1)
-    for number, node in enumerate(nodes):
-        for view in node.inputs:
-            readers[view.memory].append(number)
-        for view in node.outputs:
-            writers[view.memory].append(number)
-    return readers, writers

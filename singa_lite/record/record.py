@@ -95,7 +95,7 @@ class Record:
         views = [recorder.view(tensor.array) for tensor in inputs]
         nodes = without_empty_laps(backend.lower(pack_in_place(recorder.nodes)))
         known = [view.memory for view in views if view]
-        nodes, num_casts, params = keep_copies(nodes, known, copies)
+        nodes, num_casts, params = keep_copies(nodes, copies)
 
         def make(num_bytes: int) -> Any:
             backend.release_cached_memory()  # what the recorded step used, or both would be held at once
