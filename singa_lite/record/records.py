@@ -204,7 +204,7 @@ class Records:
 
     def _note_written(self, recorder: Recorder) -> None:
         for key, array in written_by(recorder).items():
-            self._written[key] = weakref.ref(array, partial(_remove, self._written, key))
+            self._written[key] = weakref.ref(array, partial(self._written.pop, key))
 
     def _record(self, kind: Kind, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the step and keep its record, or note why it cannot be replayed; return what the step returned."""
@@ -323,10 +323,6 @@ class Records:
     def __reduce__(self) -> tuple[type[Records], tuple[()]]:
         """Start a copy or a pickle of a model without records: they hold arrays of the original."""
         return Records, ()
-
-
-def _remove(written: dict[int, Any], key: int, _: object) -> None:
-    written.pop(key, None)
 
 
 def _types_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Hashable:
