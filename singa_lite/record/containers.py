@@ -12,7 +12,7 @@ import itertools
 import random
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
 from operator import is_
 from types import (
@@ -38,16 +38,35 @@ MAX_BYTES = 1 << 20  # of an array, which takes 0.1 ms; a larger one is compared
 CData: Any = ctypes.Structure.__base__  # of all values of ctypes
 UNCHANGING = (*PLAIN, FunctionType, ModuleType)
 BOUND = (BuiltinFunctionType, MethodWrapperType)  # such as [1].pop, iter([1]).__next__
+HOLDERS = (deque, partial, ref, *BOUND)  # whose content is what ``items_of`` gives
+
+
+@cache
+def states() -> dict[type, Callable[[Any], Hashable]]:
+    """Return types whose values can change and hold no other objects, and what gives their state."""
+    return {
+        np.ndarray: lambda value: (
+            value.shape,
+            value.dtype,
+            value.tobytes() if value.nbytes <= MAX_BYTES else None,
+        ),
+        memoryview: bytes_of,
+        CData: bytes_of,
+        bytearray: lambda value: bytes(value) if len(value) <= MAX_BYTES else None,
+        array: lambda value: bytes(value) if len(value) <= MAX_BYTES else None,
+        np.random.Generator: lambda value: repr(value.bit_generator.state),
+        np.random.BitGenerator: lambda value: repr(value.state),
+        np.random.SeedSequence: lambda value: repr(value.state),
+        np.random.RandomState: lambda value: repr(value.get_state(legacy=False)),
+        random.Random: random.Random.getstate,
+        itertools.count: repr,
+    }  # a function, as numpy imports np.random when it is first named, see Note [imports]
 
 
 @cache
 def containers() -> tuple[type, ...]:
     """Return the types whose values can change without being replaced."""
-    return (
-        list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState,
-        np.random.BitGenerator, np.random.SeedSequence, random.Random, itertools.count, partial, MethodType, bytearray,
-        array, MappingProxyType, ref, memoryview, CData, *BOUND,
-    )  # fmt: skip  # a function, as numpy imports np.random when it is first named, see Note [imports]
+    return (*HOLDERS, list, tuple, dict, set, frozenset, MethodType, MappingProxyType, *states())
 
 
 class Same:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import io
 import itertools
 import random
-from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -33,7 +32,7 @@ from functools import cached_property, partial, partialmethod, singledispatchmet
 from operator import attrgetter, is_, methodcaller
 from types import FunctionType, GenericAlias, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 
@@ -46,17 +45,15 @@ from ..tensor.pytree import PLAIN, TOLD_APART, flatten, leaves, nodes
 from .attributes import Absent, Attribute
 from .containers import (
     BOUND,
-    MAX_BYTES,
+    HOLDERS,
     MAX_ITEMS,
     UNCHANGING,
-    CData,
     Same,
-    bound_to,
-    bytes_of,
     containers,
     describe_large,
     items_of,
     keys_of,
+    states,
 )
 from .user_code import (
     PARTS,
@@ -417,42 +414,18 @@ class Variables:
                 return Same(value), frozenset(value)
             # with their types, as 1, 1.0 and True are equal
             return Same(value), frozenset(zip(map(type, value), value, strict=True))
-        if isinstance(value, deque) and len(value) <= MAX_ITEMS:
-            return Same(value), self._describe(list(value), seen)
-        if isinstance(value, deque):
+        if isinstance(value, deque) and len(value) > MAX_ITEMS:
             return describe_large(value)
         if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size <= MAX_ITEMS:
             return Same(value), self._describe(value.tolist(), seen)
         if isinstance(value, MappingProxyType):
             is_large = len(value) > MAX_ITEMS
             return describe_large(value) if is_large else (Same(value), self._describe(dict(value), seen))
-        if isinstance(value, ref):
-            return Same(value), self._describe(value(), seen)
-        if isinstance(value, (memoryview, CData)):
-            return Same(value), bytes_of(value)
-        if isinstance(value, np.ndarray):
-            return (
-                Same(value),
-                value.shape,
-                value.dtype,
-                value.tobytes() if value.nbytes <= MAX_BYTES else None,
-            )
-        if isinstance(value, (bytearray, array)) and len(value) <= MAX_BYTES:
-            return Same(value), bytes(value)
-        if isinstance(value, BOUND):
-            return Same(value), self._describe(bound_to(value), seen)
-        if isinstance(value, np.random.Generator):
-            return Same(value), repr(value.bit_generator.state)
-        if isinstance(value, (np.random.BitGenerator, np.random.SeedSequence)):
-            return Same(value), repr(value.state)
-        if isinstance(value, np.random.RandomState):
-            return Same(value), repr(value.get_state(legacy=False))
-        if isinstance(value, random.Random):
-            return Same(value), value.getstate()
-        if isinstance(value, itertools.count):
-            return Same(value), repr(value)
-        if isinstance(value, partial):
-            return Same(value), self._describe([value.func, value.args, value.keywords], seen)
+        if isinstance(value, HOLDERS):
+            return Same(value), self._describe(list(items_of(value)), seen)
+        for kind, state_of in states().items():
+            if isinstance(value, kind):
+                return Same(value), state_of(value)
         if isinstance(value, MethodType):
             return Same(value.__func__), self._describe_object(value.__self__, seen)
         if id(value) in self._layers or id(value) in seen:
