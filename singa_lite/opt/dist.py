@@ -34,7 +34,7 @@ from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
 from ..sync.finite import PREFIX as FINITE
 from ..sync.finite import FiniteCheck
-from ..sync.fixed_order import FIXED_ORDER, FixedOrder
+from ..sync.fixed_order import WIRE_DTYPES, FixedOrder
 from ..sync.scheme_table import PREFIX as SYNC
 from ..sync.scheme_table import SchemeTable
 from ..sync.text import read_dist_option
@@ -201,8 +201,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             )
         if self._order == "any":
             return GradientSums(each)
-        is_rounded = _fixed_kind(read_dist_option(self.dist_option).scheme).wire_dtype
-        return FixedOrderSums(each, round_bf16 if is_rounded else None)
+        wire_dtype = _fixed_wire_dtype(read_dist_option(self.dist_option).scheme)
+        return FixedOrderSums(each, round_bf16 if wire_dtype else None)
 
     def _scheme(self, kind: type[Scheme], threshold: int | None) -> Scheme:
         """Return the scheme with the name of ``kind``, a new one at its first step."""
@@ -230,7 +230,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def _make_scheme(self, kind: type[Scheme], threshold: int) -> Scheme:
         if self._order == "any":
             return kind(self.communicator, threshold, self.bucket_bytes, self)
-        scheme = _fixed_kind(kind)(self.communicator, threshold, self.bucket_bytes, self)
+        scheme = FixedOrder(self.communicator, threshold, self.bucket_bytes, self)
+        scheme.wire_dtype = _fixed_wire_dtype(kind)
         scheme.num_microbatches = self.world_size * self._sums.num_batches
         return scheme
 
@@ -692,8 +693,8 @@ def _check_opt(opt: object) -> None:
         raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
 
 
-def _fixed_kind(kind: type[Scheme]) -> type[FixedOrder]:
-    """Return the scheme that sums in fixed order and sends as ``kind`` does."""
-    if kind.names[0] not in FIXED_ORDER:
+def _fixed_wire_dtype(kind: type[Scheme]) -> str | None:
+    """Return what sums in fixed order are sent as, in place of ``kind``; None: their own dtype."""
+    if kind.names[0] not in WIRE_DTYPES:
         raise OptionError(f"DistOpt: order='fixed' is for fp32 and bf16, not for {kind.names[0]}")
-    return FIXED_ORDER[kind.names[0]]
+    return WIRE_DTYPES[kind.names[0]]

@@ -10,9 +10,7 @@ and every sum is rounded, wherever it is made.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import Any
 
 from ..comm.base import Communicator
 from ..errors import DTypeError
@@ -22,17 +20,19 @@ from .base import scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange
 from .step_groups import StepGroups, uncounted
 
+WIRE_DTYPES = {"fp32": None, "bf16": "bfloat16"}  # by dist_option; None: their own
+
 
 class FixedOrder(BucketedSync):
     """The mean over microbatches by sums in a fixed order, see Note [fixed order].
 
     Attributes:
-        wire_dtype: what values are sent as; None is their own dtype.
-        num_microbatches: in all ranks' sums together, set by DistOpt.
+        wire_dtype, num_microbatches: what values are sent as, of WIRE_DTYPES, and how many gradients all ranks' sums
+            have together; set by DistOpt.
     """
 
     is_recordable = True
-    wire_dtype: ClassVar[str | None] = None
+    wire_dtype: str | None = None
     num_microbatches = 1
 
     def __init__(self, *arguments: Any) -> None:
@@ -40,11 +40,10 @@ class FixedOrder(BucketedSync):
         # a group of two for each level, the lowest first
         self._pairs_of_ranks: list[Communicator] | None = None
 
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        if dtype != "float32" and (dtype != "float64" or cls.wire_dtype):
+    def check(self, bucket: Bucket) -> None:
+        if bucket.dtype != "float32" and (bucket.dtype != "float64" or self.wire_dtype):
             raise DTypeError(
-                f"order='fixed': {names} is {dtype}; only float32 gradients are summed in fixed order"
+                f"order='fixed': {bucket.key} is {bucket.dtype}; only float32 gradients are summed in fixed order"
             )
 
     def exchange(self, bucket: Bucket) -> Exchange:
@@ -73,13 +72,3 @@ class FixedOrder(BucketedSync):
     def after_update(self, params: list[Tensor]) -> None:
         if self.groups is not None:
             bookkeep(self.groups.count)
-
-
-class FixedOrderBf16(FixedOrder):
-    """The same with values as bfloat16 on the wire."""
-
-    is_recordable = True
-    wire_dtype = "bfloat16"
-
-
-FIXED_ORDER = {"fp32": FixedOrder, "bf16": FixedOrderBf16}  # by dist_option
