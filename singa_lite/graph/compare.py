@@ -127,16 +127,11 @@ def _are_alike(old: Node, new: Node, same: SameMemory) -> bool:
             return False
     if isinstance(old, Host) and isinstance(new, Host) and not _do_the_same(old.function, new.function):
         return False
-    if isinstance(old, Collective) and isinstance(new, Collective) and not _are_equal_calls(old, new):
+    calls = [(node.communicator, node.operation) for node in (old, new) if isinstance(node, Collective)]
+    if calls and calls[0] != calls[1]:
         return False
     reads, writes = zip_longest(old.inputs, new.inputs), zip_longest(old.outputs, new.outputs)
     return all(same.views(a, b, is_read=True) for a, b in reads) and all(same.views(a, b) for a, b in writes)
-
-
-def _are_equal_calls(old: Collective, new: Collective) -> bool:
-    # a world of one rank may be made for the call
-    is_same = old.communicator is new.communicator or old.communicator.size == new.communicator.size == 1
-    return is_same and old.operation == new.operation
 
 
 def _are_equal(old: Any, new: Any) -> bool:

@@ -17,8 +17,7 @@ import numpy as np
 
 from .. import autograd
 from ..autograd.engine import check_recorded, needs_scale
-from ..comm.base import Communicator, World
-from ..comm.local import LocalCommunicator
+from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
 from ..comm.stop_calls import StopCalls
 from ..comm.stopping import StopAgreement
@@ -201,8 +200,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             )
         if self._order == "any":
             return GradientSums(each)
-        wire_dtype = _fixed_wire_dtype(read_dist_option(self.dist_option).scheme)
-        return FixedOrderSums(each, round_bf16 if wire_dtype else None)
+        return FixedOrderSums(each, _fixed_wire_dtype(read_dist_option(self.dist_option).scheme))
 
     def _scheme(self, kind: type[Scheme], threshold: int | None) -> Scheme:
         """Return the scheme with the name of ``kind``, a new one at its first step."""
@@ -678,11 +676,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes.load_state_dict(states, self._ranks.names)
         self._last = Traffic()
         self.states_loaded()
-
-
-def round_bf16(array: Any) -> None:
-    """Round a raw array in place to what it is after travelling as bfloat16."""
-    LocalCommunicator(World()).all_reduce(array, "sum", wire_dtype="bfloat16", name="bfloat16").wait()
 
 
 def _check_opt(opt: object) -> None:

@@ -11,7 +11,7 @@ placed when the call before ends, and again when a step of a Model begins: somet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..device import Device, get_num_threads
 from ..errors import CheckpointError, OptionError
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
 from ..tensor import Tensor
+from ..tensor.checks import as_dtype
 from ..users_line import warn
 from .accumulate import BATCHES, CALLS, PREFIX, Array, Gradients, GradientSums
 
@@ -36,12 +37,12 @@ class FixedOrderSums(GradientSums):
 
     Args:
         num_batches: microbatches of this rank, a power of two.
-        round_array: rounds an array in place to what is sent, None where that is its own dtype.
+        wire_dtype: what sums are rounded to, as they are sent so; None where that is their own dtype.
     """
 
-    def __init__(self, num_batches: int, round_array: Callable[[Array], None] | None) -> None:
+    def __init__(self, num_batches: int, wire_dtype: str | None) -> None:
         super().__init__(num_batches)
-        self._round = round_array
+        self._wire_dtype = wire_dtype
         self._levels: dict[tuple[Tensor, int], Array] = {}
 
     def guard(self) -> None:
@@ -92,8 +93,9 @@ class FixedOrderSums(GradientSums):
         return level
 
     def _rounded(self, grad: Tensor) -> None:
-        if self._round is not None:
-            self._round(grad.array)
+        if self._wire_dtype is not None:
+            backend = grad.device.backend
+            backend.run("cast", backend.astype(grad.array, as_dtype(self._wire_dtype)), out=grad.array)
 
     def _level(self, param: Tensor, level: int) -> Array:
         if (param, level) not in self._levels:
