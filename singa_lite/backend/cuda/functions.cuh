@@ -61,18 +61,18 @@ template <class V, class W> __device__ inline void take(const W* from, Int step,
   for (int k = 0; k < kPack; ++k) values[k] = static_cast<V>(widen(pack.values[k]));
 }
 
-// Calls use(number of the first element, values, Width) for all n.
+// Calls use(number of the first element, Width, values) for all n.
 template <class V, class Use> __device__ void each_value(const T* from, Int n, bool in_packs, const Use& use) {
   const Int packs = in_packs && is_aligned(from) ? n / kPack : 0, rest = n - packs * kPack;
   EACH(pack, packs) {
     V xs[kPack];
     take(from + pack * kPack, 1, xs);
-    use(pack * kPack, xs, Width<kPack>());
+    use(pack * kPack, Width<kPack>(), xs);
   }
   BATCHES(rest) {
     V xs[4];
     IN_BATCH(i, rest) xs[u] = static_cast<V>(widen(from[packs * kPack + i]));
-    IN_BATCH(i, rest) use(packs * kPack + i, xs + u, Width<1>());
+    IN_BATCH(i, rest) use(packs * kPack + i, Width<1>(), xs + u);
   }
 }
 
@@ -89,7 +89,7 @@ __device__ void each_pair(const T* from_a, const U* from_b, Int n, const Broadca
     V as[kPack], bs[kPack];
     take(from_a + offset_a, step_a, as);
     take(from_b + offset_b, step_b, bs);
-    use(first, as, bs, Width<kPack>());
+    use(first, Width<kPack>(), as, bs);
   }
   BATCHES(rest) {
     V as[4], bs[4];
@@ -98,31 +98,26 @@ __device__ void each_pair(const T* from_a, const U* from_b, Int n, const Broadca
       as[u] = static_cast<V>(widen(from_a[offset_a]));
       bs[u] = static_cast<V>(widen(from_b[offset_b]));
     }
-    IN_BATCH(i, rest) use(packs * kPack + i, as + u, bs + u, Width<1>());
+    IN_BATCH(i, rest) use(packs * kPack + i, Width<1>(), as + u, bs + u);
   }
 }
 
 // What becomes of the values: `count` neighbours of out, from the element number `first` on.
-template <class V, class F> struct Mapped {
-  const F& formula;
+template <class F> struct Mapped {
+  F formula;
   T* to;
-  template <int count> __device__ void operator()(Int first, const V* xs, Width<count>) const {
+  template <int count, class... Values> __device__ void operator()(Int first, Width<count>, const Values*... values) const {
     Pack<T, count> made;
-    for (int k = 0; k < count; ++k) made.values[k] = narrow<T>(formula(xs[k]));
-    *reinterpret_cast<Pack<T, count>*>(to + first) = made;
-  }
-  template <int count> __device__ void operator()(Int first, const V* as, const V* bs, Width<count>) const {
-    Pack<T, count> made;
-    for (int k = 0; k < count; ++k) made.values[k] = narrow<T>(formula(as[k], bs[k]));
+    for (int k = 0; k < count; ++k) made.values[k] = narrow<T>(formula(values[k]...));
     *reinterpret_cast<Pack<T, count>*>(to + first) = made;
   }
 };
 // formula of a and b, which is kept too, rounded, and behind of that
 template <class V, class R, class F, class G> struct MappedTwice {
-  const F& formula;
-  const G& behind;
+  F formula;
+  G behind;
   T *to, *kept;
-  template <int count> __device__ void operator()(Int first, const V* as, const V* bs, Width<count>) const {
+  template <int count> __device__ void operator()(Int first, Width<count>, const V* as, const V* bs) const {
     Pack<T, count> made, found;
     for (int k = 0; k < count; ++k) {
       made.values[k] = narrow<T>(formula(as[k], bs[k]));
@@ -132,20 +127,6 @@ template <class V, class R, class F, class G> struct MappedTwice {
     *reinterpret_cast<Pack<T, count>*>(to + first) = found;
   }
 };
-
-template <class V, class F> __device__ void map_one(const F& formula, const T* from, T* to, Int n) {
-  each_value<V>(from, n, is_aligned(to), Mapped<V, F>{formula, to});
-}
-template <class V, class F>
-__device__ void map_two(const F& formula, const T* from_a, const U* from_b, T* to, Int n, const Broadcast& axes) {
-  each_pair<V>(from_a, from_b, n, axes, is_aligned(to), Mapped<V, F>{formula, to});
-}
-template <class V, class R, class F, class G>
-__device__ void map_two_then(const F& formula, const G& behind, const T* from_a, const U* from_b, T* to, T* kept, Int n,
-                             const Broadcast& axes) {
-  const MappedTwice<V, R, F, G> use{formula, behind, to, kept};
-  each_pair<V>(from_a, from_b, n, axes, is_aligned(to) && is_aligned(kept), use);
-}
 
 // the first has the shape of the result
 template <class V, class F>
@@ -167,13 +148,15 @@ __device__ void map_three(const F& formula, const T* from_c, const T* from_a, co
 #define UNARY(name, type, x, value, ...)                                                   \
   FORMULA(name, type, (type x), value, ##__VA_ARGS__)                                      \
   KERNEL name##_formula(const T* from, T* to, Int n, Numbers numbers) {                    \
-    map_one<type>(with_numbers<name##_value, type>(numbers), from, to, n);                 \
+    const Mapped<name##_value> use{with_numbers<name##_value, type>(numbers), to};         \
+    each_value<type>(from, n, is_aligned(to), use);                                        \
   }
 
 #define BINARY(name, type, a, b, value, ...)                                               \
   FORMULA(name, type, (type a, type b), value, ##__VA_ARGS__)                              \
   KERNEL name##_formula(const T* first, const U* second, T* to, Int n, Broadcast axes, Numbers numbers) { \
-    map_two<type>(with_numbers<name##_value, type>(numbers), first, second, to, n, axes);  \
+    const Mapped<name##_value> use{with_numbers<name##_value, type>(numbers), to};         \
+    each_pair<type>(first, second, n, axes, is_aligned(to), use);                          \
   }
 
 // value of a and b, which is kept too, rounded, and ``then`` of it as x
@@ -181,7 +164,8 @@ __device__ void map_three(const F& formula, const T* from_c, const T* from_a, co
   FORMULA(name, type, (type a, type b), value)                                             \
   FORMULA(name##_then, result, (result x), then)                                           \
   KERNEL name##_formula(const T* from_a, const U* from_b, T* to, T* kept, Int n, Broadcast axes) { \
-    map_two_then<type, result>(name##_value{}, name##_then_value{}, from_a, from_b, to, kept, n, axes);                 \
+    const MappedTwice<type, result, name##_value, name##_then_value> use{{}, {}, to, kept}; \
+    each_pair<type>(from_a, from_b, n, axes, is_aligned(to) && is_aligned(kept), use);     \
   }
 
 #define TERNARY(name, type, c, a, b, value, ...)                                           \
