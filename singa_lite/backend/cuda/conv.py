@@ -51,13 +51,13 @@ class ConvKernels(CudnnCaller):
         if not out.size:
             return
         own = b if b is None or b.dtype == out.dtype else None
-        self._convolve(FORWARD, x, self._as(x.dtype, w), out, own, **options)
+        self._convolve(FORWARD, x, self.converted(w, x.dtype), out, own, **options)
         if b is not None and own is None:
             self.find("add")(out, b.reshape(-1, 1, 1), out=out)
 
     def conv2d_backward_data(self, dy: Array, w: Array, *, out: Array, **options: Any) -> None:
         if out.size:
-            self._convolve(BACKWARD_DATA, out, self._as(dy.dtype, w), dy, None, **options)
+            self._convolve(BACKWARD_DATA, out, self.converted(w, dy.dtype), dy, None, **options)
 
     def conv2d_backward_weight(
         self, dy: Array, x: Array, *, out: Array | tuple[Array, Array], **options: Any
@@ -75,14 +75,6 @@ class ConvKernels(CudnnCaller):
             self.find("cast")(own_dw, out=dw)
         if db is not None and own_db is None:  # then dy is row-major, see preferred_formats
             self.find("sum")(dy, out=db, axes=(0, 2, 3), keepdims=False)
-
-    def _as(self, dtype: Any, w: Array) -> Array:
-        """Return the weights, or a copy of them in ``dtype``."""
-        if w.dtype == dtype:
-            return w
-        cast = self.empty(w.shape, dtype)
-        self.find("cast")(w, out=cast)
-        return cast
 
     @cached_property
     def _workspaces(self) -> list[list[Array]]:

@@ -205,6 +205,14 @@ class Launcher(Backend):
             if (communicator := known()) is not None:
                 communicator.check()
 
+    def converted(self, x: Array, dtype: Any) -> Array:
+        """Return ``x``, or a copy of it in ``dtype``, for one kernel method."""
+        if x.dtype == dtype:
+            return x
+        copy = self.empty(x.shape, dtype)
+        self.find("cast")(x, out=copy)
+        return copy
+
     def launch(self, name: str, types: str, blocks: int, threads: int, *arguments: Any) -> None:
         """Start the kernel ``name`` ("file.kernel") for element types T and U, given by numpy's characters."""
         function = self._functions.get((name, types)) or self._compile(name, types)

@@ -52,7 +52,8 @@ class LossKernels(Launcher):
         queries, keys, values = [
             heads for view in by_heads(inputs, num_heads) for heads in self._copied(view)
         ]
-        wide_values, y = self._widened(values), self.empty(queries.shape, accumulation_dtype(queries.dtype))
+        wide = accumulation_dtype(queries.dtype)
+        wide_values, y = self.converted(values, wide), self.empty(queries.shape, wide)
         for rows, seen in causal_parts(queries, keys, causal):
             scores = self._products_of_rows(queries[rows], keys[seen])
             probabilities = self.empty(scores.shape, scores.dtype)
@@ -69,7 +70,8 @@ class LossKernels(Launcher):
         from_rows, memory = self.empty((2, *queries.shape[1:]), dy.dtype), self._copied(memory)
         for view, copy in ((queries, from_rows[:1]), (dys, from_rows[1:])):
             self.find("copy")(view, out=copy)
-        wide_rows, wide_keys, tf32 = self._widened(from_rows), self._widened(memory[0]), is_narrow(dy.dtype)
+        wide, tf32 = accumulation_dtype(dy.dtype), is_narrow(dy.dtype)
+        wide_rows, wide_keys = self.converted(from_rows, wide), self.converted(memory[0], wide)
         is_split = isinstance(out, tuple)
         dqueries = self.empty((1 if is_split else 3, *queries.shape[1:]), wide_keys.dtype)
         dmemory = self.empty(memory.shape, wide_keys.dtype) if is_split else dqueries[1:]
@@ -99,14 +101,6 @@ class LossKernels(Launcher):
         copy = self.empty(view.shape, view.dtype)
         self.find("copy")(view, out=copy)
         return copy
-
-    def _widened(self, x: Array) -> Array:
-        """Return ``x``, or of 16 bits a copy in float32."""
-        if not is_narrow(x.dtype):
-            return x
-        wide = self.empty(x.shape, accumulation_dtype(x.dtype))
-        self.find("cast")(x, out=wide)
-        return wide
 
     def _each_score(self, name: str, queries: Array, causal: bool, rows: Part, *arrays: Array) -> None:
         """Start a kernel with a warp for each row of the scores, ``arrays[0]``, or a block if that is long."""
