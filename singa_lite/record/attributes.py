@@ -150,10 +150,10 @@ class Attributes:
         after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
         set_by_step = _new_tensors(before, after)
         states = self._states_of_model()
-        if (label := _with_other_flags(before)) is not None:
-            recorder.break_graph(
-                f"it set requires_grad or stores_grad of a tensor in {label}", is_lasting=False
-            )
+        for found in before.values():
+            if list(map(_flags_of, found.tensors)) != found.flags:
+                reason = f"it set requires_grad or stores_grad of a tensor in {found.label}"
+                recorder.break_graph(reason, is_lasting=False)
         changed: dict[Hashable, tuple[Attribute, Attribute]] = {}
         for key, new in after.items():
             old = before.get(key) or Attribute(new.layer, new.name, new.label, Absent)
@@ -395,14 +395,6 @@ def _new_tensors(
     """Return the Tensors that attributes hold after a step and did not before, without keeping them alive."""
     known = {id(tensor) for tensor in _tensors_of(before.values())}
     return [weakref.ref(tensor) for tensor in _tensors_of(after.values()) if id(tensor) not in known]
-
-
-def _with_other_flags(attributes: dict[Hashable, Attribute]) -> str | None:
-    """Return the label of an attribute one of whose Tensors has other flags than it had, or None."""
-    changed = (
-        found.label for found in attributes.values() if list(map(_flags_of, found.tensors)) != found.flags
-    )
-    return next(changed, None)
 
 
 def _flags_of(tensor: Tensor) -> tuple[bool, bool]:
