@@ -51,7 +51,20 @@ class GivenArray(NamedTuple):
     @classmethod
     def around(cls, where: str, value: RawOrTensor, writes: bool = True) -> GivenArray:
         """Return ``value`` as ``of`` does, also a Tensor that a backward pass still needs."""
-        array = raw_array(where, value, writes)
+        array = value.array if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            persist(array)
+        if not isinstance(array, np.ndarray) and not is_cuda_array(array):
+            raise DTypeError(
+                f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(value).__name__}"
+            )
+        check_unmasked(where, "array", array)
+        if writes:
+            note_written(array)
+        if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):
+            raise ShapeError(
+                f"{where}: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
+            )
         if isinstance(value, Tensor):
             return cls(array, value)
         device = create_cuda_gpu_on(value.device.id) if is_cuda_array(value) else get_default_device()
@@ -61,23 +74,6 @@ class GivenArray(NamedTuple):
     def backend(self) -> Backend:
         """The backend of the device that it lives on."""
         return self.tensor.device.backend
-
-
-def raw_array(where: str, tensor: RawOrTensor, writes: bool = True) -> Any:
-    """Return the raw array of a Tensor or array, one piece of memory that with ``writes`` can be changed in place."""
-    array = tensor.array if isinstance(tensor, Tensor) else tensor
-    if isinstance(tensor, Tensor):
-        persist(array)
-    if not isinstance(array, np.ndarray) and not is_cuda_array(array):
-        raise DTypeError(f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
-    check_unmasked(where, "array", array)
-    if writes:
-        note_written(array)
-    if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):
-        raise ShapeError(
-            f"{where}: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
-        )
-    return array
 
 
 def as_list(data: RawOrTensors) -> list[RawOrTensor]:

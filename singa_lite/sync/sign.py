@@ -81,9 +81,8 @@ class Sign(BucketedSync):
 
     def _packet(self, bucket: Bucket) -> tuple[Array, Array, Array]:
         """Return a message, and its magnitudes and signs."""
-        num_bytes = len(bucket.params) * bucket.dtype.itemsize + -(-bucket.flat.size // 8)
-        packet = bucket.backend.empty((num_bytes,), "uint8")
         border = len(bucket.params) * bucket.dtype.itemsize
+        packet = bucket.backend.empty((border + -(-bucket.flat.size // 8),), "uint8")
         return packet, packet[:border].view(bucket.dtype), packet[border:]
 
     def _ends_of(self, bucket: Bucket) -> Array:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from ..graph.clock import StepTimes, Waited
@@ -57,19 +58,15 @@ def step_seconds(times: StepTimes, bytes_sent: int) -> StepSeconds:
         times: what the clock has measured.
         bytes_sent: of all collectives of the step.
     """
-    known, moving = times.seconds, _moving(times.waited, bytes_sent)
+    seconds, moving = defaultdict(float, times.seconds), _moving(times.waited, bytes_sent)
     waiting = [(wait.start, wait.end) for wait in times.waited]
-
-    def seconds(*phases: str) -> float:
-        return sum(known.get(phase, 0.0) for phase in phases)
-
     return StepSeconds(
-        compute=seconds("forward", "backward"),
-        pack=seconds("pack"),
-        compress=seconds("compress"),
-        wait=seconds("wait"),
-        decompress=seconds("decompress"),
-        update=seconds("update"),
+        compute=seconds["forward"] + seconds["backward"],
+        pack=seconds["pack"],
+        compress=seconds["compress"],
+        wait=seconds["wait"],
+        decompress=seconds["decompress"],
+        update=seconds["update"],
         wire=None if moving is None else covered(moving),
         hidden=None if moving is None else covered([*moving, *waiting]) - covered(waiting),
     )
