@@ -515,7 +515,7 @@ def test_cublas_works_on_the_stream_and_in_a_workspace_of_the_device(backend: An
 @pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
 def test_a_product_that_cublas_refuses_is_an_error(backend: Any, monkeypatch: Any) -> None:
     on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
-    monkeypatch.setattr(backend.streams.current.cublas, "_gemm", lambda *_: 7)
+    monkeypatch.setattr(backend.streams.current.cublas._library, "cublasGemmEx", lambda *_: 7)
     with pytest.raises(DeviceError, match="cublasGemmEx: cuBLAS answers with status 7"):
         on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
 

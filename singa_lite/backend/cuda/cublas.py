@@ -69,26 +69,18 @@ class Cublas:
     """
 
     def __init__(self, stream: int) -> None:
-        library = open_library()
-        self._gemm, self._batched_gemm = library.cublasGemmEx, library.cublasGemmStridedBatchedEx
+        self._library, self._handle = open_library(), c_void_p()  # for the life of the process, as its device
         self._workspace = cupy.empty(WORKSPACE_BYTES, np.uint8)
-        handle = c_void_p()
-        check(library.cublasCreate_v2(ctypes.byref(handle)), "cublasCreate")
-        self._handle = handle  # for the life of the process, as its device
+        check(self._library.cublasCreate_v2(ctypes.byref(self._handle)), "cublasCreate_v2")
         # else cuBLAS may join parts of a long sum in the 16 bits of the result
-        check(library.cublasSetMathMode(handle, WIDE_REDUCTION), "cublasSetMathMode")
-        check(library.cublasSetStream_v2(handle, stream), "cublasSetStream")
+        self.call("cublasSetMathMode", WIDE_REDUCTION)
+        self.call("cublasSetStream_v2", stream)
         # in this order: a new stream takes the workspace away
-        workspace = self._workspace.data.ptr
-        check(library.cublasSetWorkspace_v2(handle, workspace, WORKSPACE_BYTES), "cublasSetWorkspace")
+        self.call("cublasSetWorkspace_v2", self._workspace.data.ptr, WORKSPACE_BYTES)
 
-    def product(self, *arguments: int) -> None:
-        """cublasGemmEx with what follows its handle."""
-        check(self._gemm(self._handle, *arguments), "cublasGemmEx")
-
-    def products(self, *arguments: int) -> None:
-        """cublasGemmStridedBatchedEx, likewise."""
-        check(self._batched_gemm(self._handle, *arguments), "cublasGemmStridedBatchedEx")
+    def call(self, function: str, *arguments: int) -> None:
+        """Call a function of PROTOTYPES with what follows its handle."""
+        check(getattr(self._library, function)(self._handle, *arguments), function)
 
 
 def check(status: int, call: str) -> None:

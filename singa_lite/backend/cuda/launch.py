@@ -20,6 +20,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ class Launcher(Backend):
             value: a number, or while a graph is captured perhaps a Scalar.
             kind: float, or int for one modulo 2**64.
         """
-        pack = _pack_int if kind is int else _pack_float
+        pack = partial(_packed, kind)
         if isinstance(value, Scalar):
             found: np.ndarray[Any, Any] = self.capture.address_of(value, pack)
             return found
@@ -264,12 +265,8 @@ class Launcher(Backend):
         return function
 
 
-def _pack_int(value: int) -> bytes:
-    return struct.pack("<Q", int(value) % 2**64)
-
-
-def _pack_float(value: float) -> bytes:
-    return struct.pack("<d", value)
+def _packed(kind: type, value: Any) -> bytes:
+    return struct.pack("<Q", int(value) % 2**64) if kind is int else struct.pack("<d", value)
 
 
 def text_of(file: str) -> str:

@@ -204,9 +204,10 @@ class MoveKernels(Launcher):
         cublas = self.streams.current.cublas
         if batch == 1:
             first, second, result = first[:3], second[:3], result[:3]
-            cublas.product(*shape, *first, *second, beta_address, *result, compute, -1)
+            cublas.call("cublasGemmEx", *shape, *first, *second, beta_address, *result, compute, -1)
         else:
-            cublas.products(*shape, *first, *second, beta_address, *result, batch, compute, -1)
+            given = (*shape, *first, *second, beta_address, *result, batch, compute, -1)
+            cublas.call("cublasGemmStridedBatchedEx", *given)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""
