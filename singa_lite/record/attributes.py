@@ -338,11 +338,7 @@ class Attributes:
             if self._is_set(layer, name, value)
         ]
         self._set_before_host.update((id(layer), name) for layer, name in changed)
-        return (
-            watched(changed, lambda name: recorder.break_graph(READ.format(name)))
-            if changed
-            else nullcontext()
-        )
+        return watched(changed, lambda name: recorder.break_graph(READ.format(name)))
 
     def _is_set(self, layer: Layer, name: str, value: Any) -> bool:
         """Return whether the step being recorded has set an attribute, which is no parameter and no layer."""
