@@ -551,7 +551,10 @@ def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tupl
         recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
     if is_own:
         results = row_major_copies(context, results)
-    return results if context.input_dtypes is None else _in_dtypes(context, results)
+    if context.input_dtypes is None:
+        return results
+    dtypes = zip(results, context.input_dtypes, strict=True)
+    return tuple(None if array is None else context.cast(array, dtype) for array, dtype in dtypes)
 
 
 def _arrays_in(values: Iterable[Any], like: Array) -> tuple[Array, ...]:
@@ -560,15 +563,6 @@ def _arrays_in(values: Iterable[Any], like: Array) -> tuple[Array, ...]:
 
 def _shape_and_dtype(source: tuple[Node, int] | Tensor) -> tuple[tuple[int, ...], Any]:
     return (source.shape, source.dtype) if isinstance(source, Tensor) else source[0].outputs[source[1]]
-
-
-def _in_dtypes(context: Context, results: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
-    """Return gradients in the dtypes that the inputs had before ``autocast`` cast them."""
-    assert context.input_dtypes is not None
-    return tuple(
-        None if array is None else context.cast(array, dtype)
-        for array, dtype in zip(results, context.input_dtypes, strict=True)
-    )
 
 
 def gradients(y: Tensor, dy: Tensor | float | None = None) -> dict[Tensor, Tensor]:
