@@ -58,6 +58,7 @@ bool run(const Matmul& p, const Types& t, const void* a, const void* b, const fl
 
 bool matmul(const Matmul& p, const float* a, const float* b, float* y) {
   if (p.batch == 1) {  // sgemm: no primitive to look up
+    const SignalsBlocked blocked;
     note_parallel_region(num_threads());  // and its threads are ours to report, see Note [fork]
     return dnnl_sgemm(p.transpose_a ? 'T' : 'N', p.transpose_b ? 'T' : 'N', p.m, p.n, p.k, 1.0f, a,
                       p.transpose_a ? p.m : p.k, b, p.transpose_b ? p.k : p.n, 0.0f, y, p.n) == dnnl_success;
@@ -74,6 +75,7 @@ bool transposed_product(const Matmul& p, const Bfloat16* a, const Bfloat16* b, f
   const std::int64_t most = std::min(kDepth, p.k);
   const Scratch<Bfloat16> wide_a(std::size_t(most * p.m)), wide_b(std::size_t(most * p.n));
   note_parallel_region(num_threads());
+  const SignalsBlocked blocked;
   for (std::int64_t start = 0; start < p.k; start += most) {
     const std::int64_t depth = std::min(most, p.k - start);
     from_bfloat16(a + start * p.m, wide_a.data(), std::size_t(depth * p.m));

@@ -115,6 +115,7 @@ void OnednnCall::run(const std::vector<const void*>& arrays) const {
   std::unordered_map<int, dnnl::memory> arguments{{DNNL_ARG_SCRATCHPAD, in_scratch(scratchpad_)}};
   std::vector<dnnl::memory> plain(slots_.size());  // the callers' arrays, or where they are widened
   note_parallel_region(num_threads());
+  const SignalsBlocked blocked;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     const Conversion& conversion = conversions_[i];

@@ -69,6 +69,7 @@ void multiply_rows(const RowProduct& p, float* y, const FinishRows& finish) {
   const float* const b = widens ? wide_b.data() : static_cast<const float*>(p.b.data);
   const bool transpose_b = p.transpose_b && !turns;
   note_parallel_region(num_threads());
+  const SignalsBlocked blocked;
   parallel_for(std::size_t(blocks), std::size_t(step * p.n * p.k), [&](std::size_t begin, std::size_t end) {
     const Scratch<Bfloat16> wide_a(widens ? std::size_t(step * p.k) : 0), scratch(y ? 0 : std::size_t(step * p.n));
     for (auto block = std::int64_t(begin); block < std::int64_t(end); ++block) {

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "kernels/signals.h"
+
 namespace singa_lite {
 
 // Threads for the next parallel region of the calling thread: omp_get_max_threads(), or 1, see Note [fork].
@@ -35,8 +37,10 @@ void parallel_for(std::size_t count, std::size_t cost, const Body& body) {
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) num_threads(threads)
 #endif
-  for (int part = 0; part < threads; ++part)
+  for (int part = 0; part < threads; ++part) {
+    block_signals_of_worker();  // see Note [signals]
     body(count * std::size_t(part) / std::size_t(threads), count * (std::size_t(part) + 1) / std::size_t(threads));
+  }
 }
 
 }  // namespace singa_lite

@@ -18,7 +18,9 @@ namespace singa_lite::vector_math::update_loops {
 #define UPDATE(name, num_states, s, t, assignments, ...)                                                    \
   struct name##_rule {                                                                                      \
     float weight_decay, __VA_ARGS__;                                                                        \
-    ALWAYS_INLINE void operator()(float g, float& p, float& s, float& t) const { assignments }              \
+    ALWAYS_INLINE void operator()(float g, float& p, [[maybe_unused]] float& s, [[maybe_unused]] float& t) const { \
+      assignments                                                                                           \
+    }                                                                                                       \
   };                                                                                                        \
   CLONES void name##_loop(const float* grad, float* param, float* first, float* second, std::size_t count,  \
                           const float* numbers) {                                                           \

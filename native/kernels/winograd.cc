@@ -99,6 +99,7 @@ bool convolve(const Conv& c, const TiledImages& from, const TiledImages& to, boo
     return is_done;
   };
   std::atomic<bool> is_done{true};
+  const SignalsBlocked blocked;
   note_parallel_region(num_threads());  // sgemm's, where there is one share
   parallel_for(std::size_t(shares), std::size_t(most * from.channels * to.channels), [&](std::size_t begin, std::size_t end) {
     for (std::size_t share = begin; share < end; ++share)
@@ -140,6 +141,7 @@ bool backward_weight(const Conv& c, const void* dy, const void* x, float* dw, fl
   const TileMatrices &inputs = all[0], &gradients = all[1], &sums = all[2];
   if (db) std::fill(db, db + c.outputs, 0.0f);
   std::atomic<bool> is_done{true};
+  const SignalsBlocked blocked;
   note_parallel_region(num_threads());  // sgemm's, where the last products are too few for more threads than one
   for (std::int64_t first = 0; first < tiles; first += most) {
     const std::int64_t count = std::min(most, tiles - first);

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Threads that no signal handler interrupts.
+//
+// Note [signals]: sgemm of oneDNN 3.2 computes with the stack pointer in its workspace on the heap. A signal would be
+// handled there, over whatever lies below: one Ctrl-C ended a training with "corrupted size vs. prev_size". So signals wait
+// while a thread is in oneDNN, and go past threads of OpenMP, which get none: those that a parallel region of oneDNN starts
+// inherit it, others do so in theirs (threads.h). Python would not run a handler before the kernel has returned anyway.
+// Signals of faults (SIGSEGV, ...) are not blocked: the process ends by them in any case.
+#pragma once
+
+#ifdef __unix__
+#include <signal.h>
+#endif
+
+namespace singa_lite {
+
+// Inside: the calling thread gets no signals, but for those of faults.
+class SignalsBlocked {
+ public:
+  SignalsBlocked();
+  ~SignalsBlocked();
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+#ifdef __unix__
+  sigset_t before_;
+#endif
+};
+
+// Have the calling thread get none from now on if it is one of OpenMP.
+void block_signals_of_worker();
+
+}  // namespace singa_lite
