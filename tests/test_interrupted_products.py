@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals in the midst of a product: oneDNN computes it with its stack on the heap (native/kernels/signals.h)."""
+"""Signals in the midst of a product: oneDNN computes it with its stack on the heap (native/common/signals.h)."""
 
 import os
 import subprocess

@@ -2,6 +2,7 @@
 // Recorded kernels in Python: a plan is filled once and run at every replay without Python between its steps.
 #include "bindings/arrays.h"
 #include "bindings/families.h"
+#include "common/signals.h"
 
 namespace singa_lite {
 namespace {
@@ -20,6 +21,7 @@ bool record(Plan& plan, const py::function& kernel, const py::tuple& inputs, con
 // Runs the steps from `first` on: the number of the first that did not, or how many there are.
 std::size_t run_steps(const Plan& plan, std::size_t first) {
   GilRelease release;
+  const SignalsBlocked blocked;  // once, not in each product
   const auto& steps = plan.steps();
   while (first < steps.size() && steps[first]()) ++first;
   return first;

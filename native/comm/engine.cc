@@ -3,7 +3,6 @@
 #include "comm/engine.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "comm/names.h"
 #include "comm/spin.h"
 #include "common/error.h"
+#include "common/signals.h"
 
 namespace singa_lite {
 namespace {
@@ -103,11 +103,8 @@ std::shared_ptr<Op> Engine::start(Request request, const CallSite& site) {
   if (op->is_large) {
     large_in_flight_.fetch_add(1);
     if (!thread_.joinable()) {
-      sigset_t all, before;  // the process's signals belong to its own threads
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
+      const SignalsBlocked blocked;  // the thread inherits it: the process's signals belong to its own threads
       thread_ = std::thread([this] { run_thread(); });
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     has_work_.notify_one();
   } else if (progress_owner_ == ProgressOwner::kNone && large_in_flight_.load() == 0) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "comm/names.h"
+#include "common/signals.h"
 
 namespace singa_lite {
 
@@ -58,6 +59,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
   try {
     library_->check(library_->init(&comm_, size_, id, rank_, &config), where("NCCL's start"));
     poll_until_done([] { return "NCCL's start"; }, timeout_s_, interrupt);
+    const SignalsBlocked blocked;  // the thread inherits it
     watcher_ = std::thread([this] { watch_all(); });
   } catch (...) {
     leave(library_->abort);

@@ -4,9 +4,6 @@
 #include <atomic>
 #include <mutex>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #ifdef __unix__
 #include <pthread.h>
 #endif

@@ -8,7 +8,11 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "kernels/signals.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "common/signals.h"
 
 namespace singa_lite {
 
@@ -38,7 +42,9 @@ void parallel_for(std::size_t count, std::size_t cost, const Body& body) {
 #pragma omp parallel for schedule(static) num_threads(threads)
 #endif
   for (int part = 0; part < threads; ++part) {
-    block_signals_of_worker();  // see Note [signals]
+#ifdef _OPENMP
+    if (omp_get_thread_num() != 0) block_signals();  // see Note [signals]
+#endif
     body(count * std::size_t(part) / std::size_t(threads), count * (std::size_t(part) + 1) / std::size_t(threads));
   }
 }

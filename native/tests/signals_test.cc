@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/signals.h"
+#include "common/signals.h"
 
 #include <pthread.h>
 #include <sys/time.h>

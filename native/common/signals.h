@@ -3,9 +3,9 @@
 //
 // Note [signals]: sgemm of oneDNN 3.2 computes with the stack pointer in its workspace on the heap. A signal would be
 // handled there, over whatever lies below: one Ctrl-C ended a training with "corrupted size vs. prev_size". So signals wait
-// while a thread is in oneDNN, and go past threads of OpenMP, which get none: those that a parallel region of oneDNN starts
-// inherit it, others do so in theirs (threads.h). Python would not run a handler before the kernel has returned anyway.
-// Signals of faults (SIGSEGV, ...) are not blocked: the process ends by them in any case.
+// while a thread is in oneDNN, or runs a plan, in which it may be. Threads of our own and of OpenMP get none at all: those
+// that a parallel region of oneDNN starts inherit it, others block them in a region of ours (kernels/threads.h). Python
+// would not run a handler before the kernel has returned anyway. Signals of faults (SIGSEGV, ...) are not blocked.
 #pragma once
 
 #ifdef __unix__
@@ -28,7 +28,7 @@ class SignalsBlocked {
 #endif
 };
 
-// Have the calling thread get none from now on if it is one of OpenMP.
-void block_signals_of_worker();
+// Have the calling thread get none from now on.
+void block_signals();
 
 }  // namespace singa_lite

@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/signals.h"
+#include "common/signals.h"
 
 #include <initializer_list>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace singa_lite {
 #ifdef __unix__
@@ -30,16 +26,14 @@ SignalsBlocked::~SignalsBlocked() {
   if (--depth == 0) pthread_sigmask(SIG_SETMASK, &before_, nullptr);
 }
 
-void block_signals_of_worker() {
-#ifdef _OPENMP
-  if (depth > 0 || omp_get_thread_num() == 0) return;
+void block_signals() {
+  if (depth > 0) return;
   ++depth;
   block(nullptr);
-#endif
 }
 #else
 SignalsBlocked::SignalsBlocked() = default;
 SignalsBlocked::~SignalsBlocked() = default;
-void block_signals_of_worker() {}
+void block_signals() {}
 #endif
 }  // namespace singa_lite
