@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Threads that no signal handler interrupts.
 //
-// Note [signals]: sgemm of oneDNN 3.2 computes with the stack pointer in its workspace on the heap. A signal would be
-// handled there, over whatever lies below: one Ctrl-C ended a training with "corrupted size vs. prev_size". So signals wait
-// while a thread is in oneDNN, or runs a plan, in which it may be. Threads of our own and of OpenMP get none at all: those
-// that a parallel region of oneDNN starts inherit it, others block them in a region of ours (kernels/threads.h). Python
-// would not run a handler before the kernel has returned anyway. Signals of faults (SIGSEGV, ...) are not blocked.
+// Note [signals]: sgemm of oneDNN 3.2 computes with the stack pointer in its workspace on the heap (its issue 4845). A signal
+// would be handled there, over whatever lies below: Ctrl-C ended a training with "corrupted size vs. prev_size". So signals
+// wait while a thread is in oneDNN, or runs a plan, in which it may be. Threads of our own and of OpenMP get none at all:
+// those that a parallel region of oneDNN starts inherit it, others block them in a region of ours (kernels/threads.h).
+// Python would not run a handler before the kernel has returned anyway. Signals of faults (SIGSEGV, ...) are not blocked.
 #pragma once
 
 #ifdef __unix__

@@ -241,7 +241,8 @@ def _end_of_script() -> BaseException | None:
     while traceback is not None and traceback.tb_frame.f_globals.get("__name__") == "runpy":
         traceback = traceback.tb_next
     frame = None if traceback is None else traceback.tb_frame
-    is_script = frame is not None and frame.f_globals is vars(sys.modules["__main__"])
+    main = vars(sys.modules["__main__"])
+    is_script = frame is not None and frame.f_globals is main and frame.f_code.co_name == "<module>"
     return error if is_script and not hasattr(sys, "ps1") else None
 
 

@@ -91,8 +91,11 @@ class StepOptions:
     ) -> Hashable:
         """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
         step = self.step(dist, type(scheme), given, offset)
-        fixed = (field.name for field in fields(step.options) if field.name not in scheme.read_again)
-        return scheme, tuple(getattr(step.options, name) for name in fixed), scheme.step_key(step)
+        options: Hashable = step.options
+        if scheme.read_again:
+            names = {field.name for field in fields(step.options)} - {*scheme.read_again}
+            options = tuple(getattr(step.options, name) for name in sorted(names))
+        return scheme, options, scheme.step_key(step)
 
 
 def schedules(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Any]:

@@ -94,7 +94,6 @@ class Tensor:
     _grad: Tensor | None = None
     _has_fresh_grad = False
     _is_parameter = False  # whether a layer has it as a parameter, also after its flags were set to False
-    changed_at = 0  # its last change in place, among the numbers of recorded calls; see autograd/changed.py
     _is_old_grad = False  # whether this was the ``grad`` of a parameter that has another one now
 
     def __init__(
@@ -125,6 +124,9 @@ class Tensor:
         self.stores_grad = stores_grad
         self.creator = creator
         self.creator_output = 0
+        self.changed_at = (
+            0  # its last change in place, among the numbers of recorded calls; see autograd/changed.py
+        )
         self.name = name
 
     @classmethod
@@ -133,7 +135,7 @@ class Tensor:
         tensor = cls.__new__(cls)
         tensor.device, tensor.array = device, array
         tensor.requires_grad, tensor.stores_grad, tensor.name = True, False, None
-        tensor.creator, tensor.creator_output = creator, creator_output
+        tensor.creator, tensor.creator_output, tensor.changed_at = creator, creator_output, 0
         return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # Any: as object's
@@ -146,7 +148,7 @@ class Tensor:
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "changed_at"}  # of this process
+        return {**vars(self), "changed_at": 0}  # as calls have other numbers in another process
 
     # ---- what it is --------------------------------------------------------------------------------
 
@@ -262,8 +264,9 @@ class Tensor:
     def item(self) -> Number:
         """Return the value of a one-element tensor as a Python number."""
         if self.size() != 1:
+            index = ", ".join("0" * self.ndim())
             raise ShapeError(
-                f"item: shape {self.shape} has {self.size()} elements, not one; choose one by an index, such as x[0]"
+                f"item: shape {self.shape} has {self.size()} elements, not one; choose one, such as x[{index}]"
             )
         return _python_number(to_numpy(self).reshape(()))
 
