@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from singa_lite.comm.stacks import stacks_of
 from tests.limits import LIMIT_S
 
 HANDLED = """
@@ -83,3 +84,36 @@ def test_signals_leave_a_process_whole(text, threads):
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+STACKS = """
+import threading, time
+import numpy as np
+from singa_lite import autograd, tensor
+from singa_lite.comm.stacks import write_stacks
+
+write_stacks()
+threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+a = tensor.from_numpy(np.ones((1024, 1024), np.float32))
+autograd.matmul(a, a)
+print("ready", flush=True)
+while True:
+    autograd.matmul(a, a)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stacks are written on Linux alone")
+def test_the_stack_of_the_main_thread_is_written_during_a_product():
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STACKS], stdout=subprocess.PIPE, text=True, env={**environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(20):
+            stack = stacks_of([process.pid])[process.pid]
+            assert "in <module>" in stack, stack
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
