@@ -106,7 +106,10 @@ while True:
 def test_the_stack_of_the_main_thread_is_written_during_a_product():
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}
     process = subprocess.Popen(
-        [sys.executable, "-c", STACKS], stdout=subprocess.PIPE, text=True, env={**environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", STACKS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environ, "OMP_NUM_THREADS": "1"},
     )
     try:
         assert process.stdout.readline() == "ready\n"
