@@ -2153,6 +2153,20 @@ def test_numbers_of_generators_that_a_step_makes_are_not_frozen(draw: Any, name:
     assert f"numbers from {name}," in net.graph_info()[0].break_reason
 
 
+def test_numbers_from_a_generator_of_the_system_are_not_frozen() -> None:
+    class Draws(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = random.SystemRandom()
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * self.held.random()
+
+    _, _, net = trained(Draws, True)
+    assert net.python.runs == STEPS
+    assert "it changes held" in net.graph_info()[0].break_reason
+
+
 def test_a_layer_may_make_a_generator_for_its_parameters() -> None:
     class Starts(layer.Linear):
         def initialize(self, x: Tensor) -> None:

@@ -365,6 +365,7 @@ void NcclCommunicator::leave(NcclLibrary::Status (*how)(NcclHandle)) {
   if (comm == nullptr) return;
   auto promise = std::make_shared<std::promise<void>>();
   std::future<void> has_left = promise->get_future();
+  const SignalsBlocked blocked;  // the thread inherits it
   std::thread([how, comm, promise, driver = driver_, context = context_] {
     try {
       ContextScope scope(*driver, context);

@@ -41,12 +41,21 @@ void set_num_threads(int threads) {
 }
 
 void note_parallel_region(int threads) {
-  if (threads <= 1 || has_pool.load(std::memory_order_relaxed)) return;
-  static std::once_flag once;
+  if (threads <= 1) return;
+  if (!has_pool.load(std::memory_order_relaxed)) {
+    static std::once_flag once;
 #ifdef __unix__
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &in_child); });
+    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &in_child); });
 #endif
-  has_pool.store(true);
+    has_pool.store(true);
+  }
+#ifdef _OPENMP
+  thread_local int most = 1;  // of the calling thread's regions
+  if (threads <= most) return;
+  most = threads;
+#pragma omp parallel num_threads(threads)
+  if (omp_get_thread_num() != 0) block_signals();  // threads that another library's region has started, see Note [signals]
+#endif
 }
 
 }  // namespace singa_lite

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that were changed between a forward pass and its backward, as by the update of another loss.
 
-An operator keeps the array of a parameter, not a copy. Where its backward reads that array, the gradients would mix the
-values of two times; where it does not, as that of a sum, all is well. So kernels of such a backward are watched.
-Not noticed is what a replay changes, and what is written to ``Tensor.data``.
+An operator keeps the array of a parameter, not a copy. Where its backward reads that array, the gradients would mix old
+and new values; where it does not, as that of a sum, all is well. So kernels of such a backward are watched. A script's
+own operator may read in Python what it has given to ``context.save``, so all of that counts as read; what it keeps
+elsewhere is not seen. Not noticed is what a replay changes, and what is written to ``Tensor.data``.
 """
 
 from __future__ import annotations

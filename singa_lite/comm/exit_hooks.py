@@ -242,7 +242,12 @@ def _end_of_script() -> BaseException | None:
         traceback = traceback.tb_next
     frame = None if traceback is None else traceback.tb_frame
     main = vars(sys.modules["__main__"])
-    is_script = frame is not None and frame.f_globals is main and frame.f_code.co_name == "<module>"
+    is_script = (
+        frame is not None
+        and frame.f_globals is main
+        and frame.f_code.co_name == "<module>"
+        and frame.f_code.co_filename in (main.get("__file__"), "<string>", "<stdin>")
+    )
     return error if is_script and not hasattr(sys, "ps1") else None
 
 

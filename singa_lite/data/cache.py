@@ -54,7 +54,7 @@ def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
 
     Raises:
         OSError: ``path`` is a symlink or not a regular file; nothing is written to it, whatever it is. Another process,
-            which may have been stopped, still holds it after ``wait_s`` seconds.
+            which may have been stopped, holds it after ``wait_s`` seconds.
     """
     flags = os.O_RDONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags, 0o666)
@@ -75,7 +75,7 @@ def _lock(handle: int, path: Path, wait_s: float) -> None:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise OSError(f"another process has held {path} for {wait_s:g} s") from None
+                raise OSError(f"{path} was not free for {wait_s:g} s, as other processes held it") from None
             time.sleep(POLL_S)
 
 

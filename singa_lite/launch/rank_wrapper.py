@@ -79,18 +79,18 @@ class Output:
         mpiexec would mix a line that does not fit into one write to a pipe with those of others: it is cut in pieces.
         """
         line = next((state for state in reversed(line.split(b"\r")) if state), b"")
-        if self._log is not None:
-            try:
-                _write_all(self._log, line + b"\n")
-            except OSError as error:
-                self._log = None
-                raise LogError(f"cannot write its log: {error}") from error
         distance = distance_of(line)
         if distance is not None:
             self.distance_to_cause = distance
         size = select.PIPE_BUF - len(prefix) - 1
         for start in range(0, len(line) or 1, size):
             _write_all(stream, prefix + line[start : start + size] + b"\n")
+        if self._log is not None:
+            try:
+                _write_all(self._log, line + b"\n")
+            except OSError as error:
+                self._log = None
+                raise LogError(f"cannot write its log: {error}") from error
 
     def end_lines(self) -> None:
         """Write the lines that never ended."""

@@ -58,6 +58,7 @@ def states() -> dict[type, Callable[[Any], Hashable]]:
         np.random.BitGenerator: lambda value: repr(value.state),
         np.random.SeedSequence: lambda value: repr(value.state),
         np.random.RandomState: lambda value: repr(value.get_state(legacy=False)),
+        random.SystemRandom: lambda value: object(),  # each draw is another one, so no two states are equal
         random.Random: random.Random.getstate,
         itertools.count: repr,
     }  # a function, as numpy imports np.random when it is first named, see Note [imports]

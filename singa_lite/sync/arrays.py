@@ -66,6 +66,8 @@ class GivenArray(NamedTuple):
                 f"{where}: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
             )
         if isinstance(value, Tensor):
+            if writes:
+                value.note_change()
             return cls(array, value)
         device = create_cuda_gpu_on(value.device.id) if is_cuda_array(value) else get_default_device()
         return cls(array, Tensor.wrap(array, device))

@@ -252,7 +252,7 @@ def _shapes_of(arrays: Iterable[GivenArray]) -> str:
 
 
 def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the raw arrays of tensors that stay, for a collective that comes after what was computed there."""
+    """Return the raw arrays of tensors that stay, for a collective that writes them after what was computed there."""
     known = listed(tensors)
     for tensor in known:
         check_tensor("DistOpt: broadcast", tensor)
@@ -260,6 +260,7 @@ def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
         backend.activate()
     for tensor in known:
         persist(tensor.array)
+        tensor.note_change()
     return [tensor.array for tensor in known]
 
 

@@ -93,6 +93,9 @@ class Tensor:
 
     _grad: Tensor | None = None
     _has_fresh_grad = False
+    changed_at = (
+        0  # last change in place, among the numbers of recorded calls (autograd/changed.py); each has its own
+    )
     _is_parameter = False  # whether a layer has it as a parameter, also after its flags were set to False
     _is_old_grad = False  # whether this was the ``grad`` of a parameter that has another one now
 
@@ -124,9 +127,7 @@ class Tensor:
         self.stores_grad = stores_grad
         self.creator = creator
         self.creator_output = 0
-        self.changed_at = (
-            0  # its last change in place, among the numbers of recorded calls; see autograd/changed.py
-        )
+        self.changed_at = 0
         self.name = name
 
     @classmethod
@@ -618,6 +619,10 @@ class Tensor:
                 "change its clone(), or make it under autograd.no_grad()"
             )
         self.creator = None  # that of a recorded step, from which it is a copy
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Note that the values change now, see autograd/changed.py."""
         self.changed_at = next(state.numbers)
 
     # ---- norms -------------------------------------------------------------------------------------

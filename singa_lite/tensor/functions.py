@@ -185,6 +185,7 @@ def copy_data_to_from(dst: Tensor, src: Tensor, size: int, dst_offset: int = 0, 
                 f"copy_data_to_from: elements {start} .. {start + count} are not in {tensor.size()}"
             )
         ends.append(slice(start, start + count))
+    dst.begin_change("copy_data_to_from")
     part = src.array.reshape(-1)[ends[1]]
     if src is dst or dst.device.backend.may_share_memory(dst.array, src.array):
         part = src.clone().array.reshape(-1)[ends[1]]

@@ -11,7 +11,7 @@ import pytest
 
 from singa_lite import autograd, layer, model, opt
 from singa_lite.errors import GraphError
-from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from singa_lite.tensor import Tensor, copy_data_to_from, from_numpy, to_numpy
 
 pytestmark = pytest.mark.usefixtures("training")
 FIRST = {"w": [[1.5, -2.0], [0.5, 3.0]], "v": [[2.0, 1.0], [4.0, -0.5]]}
@@ -31,6 +31,9 @@ CHANGES = {
     "+=": lambda w: w.__iadd__(1.0),
     "set_value": lambda w: w.set_value(7.0),
     "copy_from_numpy": lambda w: w.copy_from_numpy(np.full((2, 2), 7.0)),
+    "copy_data_to_from": lambda w: copy_data_to_from(w, from_numpy(np.full(4, 7.0, np.float32)), 4),
+    "all_reduce": lambda w: opt.DistOpt(opt.SGD()).all_reduce(w),
+    "broadcast": lambda w: opt.DistOpt(opt.SGD()).broadcast([w]),
     "copy_data": lambda w: w.copy_data(from_numpy(np.full((2, 2), 7.0, np.float32))),
     "gaussian": lambda w: w.gaussian(0.0, 1.0),
 }
@@ -110,7 +113,7 @@ def test_a_use_after_the_change_is_of_the_new_values():
     np.testing.assert_array_equal(found["v"], np.array(FIRST["w"]) + 1.0)
 
 
-def test_an_update_as_soon_as_a_gradient_is_there_is_none_of_a_value_that_is_needed():
+def test_updating_each_parameter_during_backward_raises_nothing():
     w, v = parameters()
     for param, gradient in autograd.backward(autograd.reduce_sum(autograd.matmul(autograd.matmul(w, v), w))):
         opt.SGD(lr=0.1).update(param, gradient)

@@ -96,7 +96,7 @@ def test_a_lock_that_is_not_freed_is_an_error_of_the_data_set_which_names_it(tmp
         folder.mkdir()
         with (
             locked(folder / "lock"),
-            pytest.raises(DataError, match=f"another process has held {folder}/lock for 0.2 s"),
+            pytest.raises(DataError, match=f"{folder}/lock was not free for 0.2 s"),
         ):
             load()
 

@@ -363,6 +363,7 @@ def test_a_log_on_a_full_disk_is_an_error_that_names_process_and_host(tmp_path):
     )
     assert result.returncode == 1
     reason = "[Errno 28] No space left on device"
+    assert result.stdout == "[w0] up\n"
     assert result.stderr == f"singa-lite run: worker 0 on d1 cannot write its log: {reason}\n"
     assert_nothing_left(tmp_path)
 
