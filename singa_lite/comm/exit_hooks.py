@@ -246,7 +246,7 @@ def _end_of_script() -> BaseException | None:
         frame is not None
         and frame.f_globals is main
         and frame.f_code.co_name == "<module>"
-        and frame.f_code.co_filename in (main.get("__file__"), "<string>", "<stdin>")
+        and frame.f_code.co_filename != "<console>"  # of code.interact
     )
     return error if is_script and not hasattr(sys, "ps1") else None
 

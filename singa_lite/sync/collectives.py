@@ -113,7 +113,7 @@ class ArrayCollectives:
         """
         named = params if isinstance(params, Mapping) else {}
         name = f"parameters {text_of_names(named)}" if named else "parameters"
-        arrays = _lasting(by_name(named) if isinstance(params, Mapping) else params)
+        arrays = self._lasting(by_name(named) if isinstance(params, Mapping) else params)
         self._take_names(named)
         self.communicator.broadcast(arrays, 0, name=self.collective_name(name)).wait()
 
@@ -123,7 +123,20 @@ class ArrayCollectives:
             raise OptionError(f"DistOpt: synchronize: expected a Model or Layer, got {type(model).__name__}")
         states = model.get_states()
         name = self.collective_name(f"synchronize {text_of_names(states)}")
-        self.communicator.all_reduce(_lasting(by_name(states)), "mean", name=name).wait()
+        self.communicator.all_reduce(self._lasting(by_name(states)), "mean", name=name).wait()
+
+    def _lasting(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Return the raw arrays of tensors that stay, for a collective that writes them after what was computed."""
+        known = listed(tensors)
+        for tensor in known:
+            check_tensor("DistOpt: broadcast", tensor)
+        for backend in {tensor.device.backend for tensor in known}:
+            backend.activate()
+        for tensor in known:
+            persist(tensor.array)
+            if self.communicator.size > 1:  # alone, a rank keeps its values
+                tensor.note_change()
+        return [tensor.array for tensor in known]
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
@@ -249,19 +262,6 @@ class ArrayCollectives:
 def _shapes_of(arrays: Iterable[GivenArray]) -> str:
     """Return the shapes as text, for the names of collectives: arrays of one size may have others on another rank."""
     return ", ".join(str(list(given.array.shape)) for given in arrays)
-
-
-def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the raw arrays of tensors that stay, for a collective that writes them after what was computed there."""
-    known = listed(tensors)
-    for tensor in known:
-        check_tensor("DistOpt: broadcast", tensor)
-    for backend in {tensor.device.backend for tensor in known}:
-        backend.activate()
-    for tensor in known:
-        persist(tensor.array)
-        tensor.note_change()
-    return [tensor.array for tensor in known]
 
 
 def _given(value: RawOrTensor) -> GivenArray:

@@ -12,6 +12,7 @@ import pytest
 from singa_lite import autograd, layer, model, opt
 from singa_lite.errors import GraphError
 from singa_lite.tensor import Tensor, copy_data_to_from, from_numpy, to_numpy
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("training")
 FIRST = {"w": [[1.5, -2.0], [0.5, 3.0]], "v": [[2.0, 1.0], [4.0, -0.5]]}
@@ -33,7 +34,6 @@ CHANGES = {
     "copy_from_numpy": lambda w: w.copy_from_numpy(np.full((2, 2), 7.0)),
     "copy_data_to_from": lambda w: copy_data_to_from(w, from_numpy(np.full(4, 7.0, np.float32)), 4),
     "all_reduce": lambda w: opt.DistOpt(opt.SGD()).all_reduce(w),
-    "broadcast": lambda w: opt.DistOpt(opt.SGD()).broadcast([w]),
     "copy_data": lambda w: w.copy_data(from_numpy(np.full((2, 2), 7.0, np.float32))),
     "gaussian": lambda w: w.gaussian(0.0, 1.0),
 }
@@ -46,6 +46,19 @@ def test_a_parameter_that_backward_reads_must_be_as_it_was(change):
     CHANGES[change](w)
     with pytest.raises(GraphError, match=r"Matmul needs w of shape \(2, 2\) as it was"):
         autograd.gradients(product)
+
+
+def overtaken(communicator):
+    autograd.training = True
+    w, v = parameters()
+    product = autograd.reduce_sum(autograd.matmul(w, v))
+    opt.DistOpt(opt.SGD(), communicator=communicator).broadcast([w])
+    autograd.gradients(product)
+
+
+def test_a_parameter_that_a_broadcast_has_written_is_changed():
+    errors = run_ranks(overtaken, 3, return_exceptions=True)
+    assert all(isinstance(error, GraphError) and "Matmul needs w" in str(error) for error in errors)
 
 
 def test_the_update_of_one_loss_is_noticed_by_the_backward_pass_of_another():

@@ -67,7 +67,8 @@ class Overwrites(model.Model):
         pool = autograd.avg_pool_2d if self.what == "conv" else autograd.max_pool_2d
         made["pool"] = pool(made["relu"], 2, 2, 0)
         if self.what == "copy_data_to_from":
-            out = made["pool"]
+            with autograd.no_grad():
+                out = autograd.reshape(made["pool"], made["pool"].shape)
             tensor.copy_data_to_from(out, out.clone() * -1.0, out.size())
         elif self.what is not None:
             with autograd.no_grad():
