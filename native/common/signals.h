@@ -3,8 +3,8 @@
 //
 // Note [signals]: sgemm of oneDNN 3.2 computes with the stack pointer in its workspace on the heap (its issue 4845). A signal
 // would be handled there, over whatever lies below: Ctrl-C ended a training with "corrupted size vs. prev_size". So signals
-// wait while a thread is in oneDNN, or runs a plan, in which it may be. Threads of our own and of OpenMP get none at all:
-// those that a parallel region of oneDNN starts inherit it, others block them in regions of ours (kernels/threads.h).
+// wait while a thread is in oneDNN, runs a plan, in which it may be, or starts a parallel region. Threads of our own and of
+// OpenMP get none at all: they inherit it, and those that another library's region has started block them in one of ours.
 // Python would not run a handler before the kernel has returned anyway. Not blocked are signals of faults (SIGSEGV, ...), and
 // the one by which a process writes its main thread's stack for others: its handler, as all of Python's, asks for another
 // stack, so the thread has one.

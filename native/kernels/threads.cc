@@ -4,6 +4,10 @@
 #include <atomic>
 #include <mutex>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #ifdef __unix__
 #include <pthread.h>
 #endif
@@ -53,6 +57,7 @@ void note_parallel_region(int threads) {
   thread_local int most = 1;  // of the calling thread's regions
   if (threads <= most) return;
   most = threads;
+  const SignalsBlocked blocked;
 #pragma omp parallel num_threads(threads)
   if (omp_get_thread_num() != 0) block_signals();  // threads that another library's region has started, see Note [signals]
 #endif

@@ -8,10 +8,6 @@
 #include <algorithm>
 #include <cstddef>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "common/signals.h"
 
 namespace singa_lite {
@@ -38,15 +34,12 @@ void parallel_for(std::size_t count, std::size_t cost, const Body& body) {
     return;
   }
   note_parallel_region(threads);
+  const SignalsBlocked blocked;  // threads that the region starts inherit it
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) num_threads(threads)
 #endif
-  for (int part = 0; part < threads; ++part) {
-#ifdef _OPENMP
-    if (omp_get_thread_num() != 0) block_signals();  // see Note [signals]
-#endif
+  for (int part = 0; part < threads; ++part)
     body(count * std::size_t(part) / std::size_t(threads), count * (std::size_t(part) + 1) / std::size_t(threads));
-  }
 }
 
 }  // namespace singa_lite
