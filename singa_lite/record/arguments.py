@@ -115,7 +115,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     in_slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
     found = in_slots | getattr(value, "__dict__", {})
     if isinstance(value, Tensor):
-        found.pop("changed_at", None)  # which tells of its values
+        found.pop("changed_at", None)  # a change of values, not of attributes
     return found
 
 
