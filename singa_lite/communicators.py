@@ -23,7 +23,7 @@ from .comm.base import Communicator, ReduceOp
 from .comm.rendezvous import process_communicator
 from .comm.work import Work
 from .device import Device
-from .dtypes import LARGEST_FLOAT32
+from .dtypes import LARGEST_FLOAT32, is_narrow
 from .errors import (
     CommError,
     DeviceError,
@@ -41,7 +41,6 @@ from .sync.arrays import (
     GivenArray,
     RawOrTensor,
     RawOrTensors,
-    add_up,
     as_list,
     change_arrays,
     check_division,
@@ -104,7 +103,7 @@ class _Copies:
         for name, param in params.items():
             check_parameter(f"{where}: {name}", param)
         first = self._copies[0] if self._copies else params
-        if list(first) != list(params):
+        if first.keys() != params.keys():
             raise OptionError(f"{where}: a copy has {list(params)} but the first one {list(first)}")
         registered = {id(param) for copy in self._copies for param in copy.values()}
         for name, param in params.items():
@@ -127,26 +126,34 @@ class _Copies:
         """Forget all copies."""
         self._copies.clear()
 
-    def _sum_copies(self) -> list[Tensor]:
-        """Return the gradients of the first copy in the order of names, to which those of the others are added."""
+    def _sum_copies(self) -> dict[str, Tensor]:
+        """Return the sums over the copies in the order of names: the first copy's gradients, or new ones in float32.
+
+        Those are for 16 bits, which are rounded once, in ``_spread``.
+        """
         if not self._copies:
             raise OptionError(
                 f"{type(self).__name__}: allreduce needs add_context_and_parameters((device, params)) first"
             )
         names = sorted(self._copies[0], key=str)  # processes may have registered them in other orders
-        totals = [_grad(self._copies[0][name]) for name in names]
-        for name, total in zip(names, totals, strict=True):
-            add_up(total, [_grad(copy[name]) for copy in self._copies[1:]])
+        grads = {name: [_grad_to_change(name, copy[name]) for copy in self._copies] for name in names}
+        totals = {}
+        for name, (first, *others) in grads.items():
+            is_rounded = bool(others) and is_narrow(first.dtype)
+            total = first.as_type("float32") if is_rounded else first
+            for other in others:
+                total += other.as_type("float32") if is_rounded else other
+            totals[str(name)] = total
         return totals
 
-    def _spread(self, totals: list[Tensor], division: bool) -> None:
-        """Divide the totals by the number of copies if told to, and give them to the other copies."""
-        if division and len(self._copies) > 1:
-            for total in totals:
+    def _spread(self, totals: Mapping[str, Tensor], division: bool) -> None:
+        """Divide the totals by the number of copies if told to, and give them to all copies."""
+        for name, total in zip(sorted(self._copies[0], key=str), totals.values(), strict=True):
+            if division and len(self._copies) > 1:
                 total /= len(self._copies)
-        for copy in self._copies[1:]:
-            for name, total in zip(sorted(copy, key=str), totals, strict=True):
-                _grad(copy[name]).copy_data(total)
+            for copy in self._copies:
+                if (grad := _grad(copy[name])) is not total:
+                    grad.copy_data(total.as_type(grad.dtype))
 
 
 class DataParallelCommunicator(_Copies):
@@ -387,14 +394,18 @@ class MultiProcessDataParallelCommunicator(_Copies):
         Those of this process are summed first. ``division`` divides by the number of copies times that of ranks.
 
         Raises:
-            OptionError: no copy is registered. CommError: other ranks have other numbers of copies.
+            OptionError: no copy is registered. DTypeError, GraphError: a gradient that cannot be changed.
+            CommError: other ranks have other numbers of copies, or other names.
         """
         communicator = self._joined("allreduce")
         check_bool("allreduce", "division", division)
         check_bool("allreduce", "inplace", inplace)
         totals, count = self._sum_copies(), len(self._copies)
-        name = f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'}"  # compared over the ranks
-        self._sum(communicator, totals, division, inplace, name)
+        # compared over the ranks, as which gradients are added up is a matter of names
+        name = (
+            f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'} of {', '.join(totals)}"
+        )
+        self._sum(communicator, list(totals.values()), division, inplace, name)
         self._spread(totals, division)
 
     def all_reduce_callback(
@@ -564,6 +575,13 @@ def _check_device(where: str, device: object) -> None:
             f"{where}: {device!r} is not a Device; give device.create_device(local_rank), or None for what the "
             "arrays say"
         )
+
+
+def _grad_to_change(name: str, param: Tensor) -> Tensor:
+    check_parameter(f"allreduce: {name}", param)
+    grad = _grad(param)
+    grad.begin_change(f"allreduce: the gradient of {name}")
+    return grad
 
 
 def _grad(param: Tensor) -> Tensor:

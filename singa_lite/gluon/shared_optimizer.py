@@ -8,13 +8,16 @@ a store gives the optimizer to its servers (kvstore/), updates (opt/).
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod
 
 from ..errors import OptionError
 from ..kvstore.store import KVStore
 from ..opt.arguments import argument_names
 from ..opt.base import Optimizer
 from ..opt.schedule import Constant, DecayScheduler
+
+# which SharedOptimizer an optimizer was given to last, by a mark of its own
+_latest: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
 
 
 class SharedOptimizer:
@@ -30,6 +33,7 @@ class SharedOptimizer:
         self._optimizer = optimizer
         self._store = store
         self._is_on_store = is_on_store
+        self._mark = _latest[optimizer] = object()
         self._note()
         if store is not None and is_on_store:
             store._lr_hooks.append(WeakMethod(self._take_lr))
@@ -69,8 +73,14 @@ class SharedOptimizer:
         """Pass on what the script has set since the last step; all workers call it.
 
         Raises:
-            OptionError: what the servers would not see. CommError: the workers have set different things.
+            OptionError: what the servers would not see, or another Trainer has got the optimizer since.
+            CommError: the workers have set different things.
         """
+        if _latest.get(self._optimizer) is not self._mark:
+            raise OptionError(
+                f"Trainer: step: {self._optimizer!r} was given to another Trainer since, and would count the steps of "
+                "both; give each an optimizer of its own"
+            )
         store = self._store
         if store is None:
             return

@@ -52,12 +52,12 @@ class Trainer:
 
     Args:
         params: parameters by name, such as ``model.get_params()`` gives once the model has them, or a list.
-        optimizer: an opt.Optimizer, or a name: "sgd", "adam", "adamw", "rmsprop", "adagrad", or one of the script's
-            classes.
+        optimizer: an opt.Optimizer that no other Trainer uses, or a name: "sgd", "adam", "adamw", "rmsprop", "adagrad",
+            or one of the script's classes.
         optimizer_params: arguments for a name: ours, or MXNet's learning_rate, wd, beta1, beta2.
         kvstore: a store, a name for ``kvstore.create``, or None: nothing is summed. Several Trainers on one store need
             ``update_on_kvstore=False`` and parameters of different names.
-        compression_params: see ``KVStore.set_gradient_compression``.
+        compression_params: see ``KVStore.set_gradient_compression``; of all that is pushed to the store.
         update_on_kvstore: whether the store keeps and updates the parameters, on its servers if it has any; None: if it
             is a dist store. With False each worker updates by itself.
         reduction: "sum" as in MXNet: with N workers and ``step`` of this worker's batch size, N times the gradient of

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..device import Device, get_default_device
+from ..dtypes import is_narrow
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool, check_int, check_number
 from ..tensor import Tensor, to_numpy
 from ..tensor.checks import as_axis, as_numbers
@@ -116,7 +117,7 @@ def clip_global_norm(arrays: Iterable[Tensor | Array], max_norm: float, check_is
     scale = max_norm / (norm + 1e-8)
     if scale < 1:
         for array in distinct:
-            array *= scale
+            _scale(array, scale)
     return norm
 
 
@@ -172,6 +173,14 @@ def _check_changeable(array: object) -> None:
         array.begin_change("clip_global_norm")
     elif not array.flags.writeable:
         raise OptionError(f"clip_global_norm: an array of shape {array.shape} cannot be written; pass a copy")
+
+
+def _scale(array: Tensor | Array, scale: float) -> None:
+    """Multiply in place; numpy would round the factor to 16 bits for an array of these, and may make it zero."""
+    if isinstance(array, np.ndarray) and is_narrow(array.dtype):
+        array[...] = array.astype(np.float32) * np.float32(scale)
+    else:
+        array *= scale
 
 
 def _square_sum(array: Tensor | Array) -> float:

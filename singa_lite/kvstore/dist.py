@@ -7,7 +7,6 @@ What lives here: which message goes to which server, and waiting for answers. Wh
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,6 @@ from .stored import Arrays, Description
 
 Array = np.ndarray[Any, Any]
 BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
-BUSY_S = 1.0  # that a call waits for the end of another thread's
 NOTE_S = 1.0  # after so many seconds a worker reports to a server that it waits
 EXPLAIN_S = 2.0  # seconds for an answer that needs no other worker
 
@@ -136,7 +134,6 @@ class DistStore(KVStore):
         self._parts: dict[Key, list[Part]] = {}
         self._requests: dict[int, Request] = {}  # without all answers
         self._num_requests = 0
-        self._lock = threading.RLock()  # of the thread that is in a call: another one would take its answers
         self._gone: dict[int, str] = {}  # server -> why it has left
         self._is_closed = False
         join = {"is_async": self._is_async, "staleness": staleness}
@@ -183,23 +180,6 @@ class DistStore(KVStore):
     def abort(self, reason: str) -> None:
         super().abort(reason)
         self._messenger.abort(reason)
-
-    @contextmanager
-    def aborting(self, where: str) -> Iterator[None]:
-        with self.one_thread(where), super().aborting(where):
-            yield
-
-    @contextmanager
-    def one_thread(self, where: str) -> Iterator[None]:
-        """Wait BUSY_S seconds for another thread that is inside, then raise a CommError."""
-        if not self._lock.acquire(timeout=BUSY_S):
-            raise CommError(
-                f"{self.type}: {where}: another thread is in a call of this store; call it in one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     # ---- what KVStore asks for -----------------------------------------------------------------------
 
@@ -287,7 +267,8 @@ class DistStore(KVStore):
             )
         contents: dict[int, dict[str, Any]] = defaultdict(lambda: {"push": [], "left_out": [], "pull": []})
         arrays: dict[int, list[Array]] = {}
-        for spec, part, piece in self._pushed(what, pushes):
+        pushed, lost = self._pushed(what, pushes)
+        for spec, part, piece in pushed:
             contents[part.server]["push"].append(spec.key)
             if piece is None:
                 contents[part.server]["left_out"].append(spec.key)
@@ -309,10 +290,15 @@ class DistStore(KVStore):
                 _give(array, pull.outs)
 
         keys = [push.spec.key for push in pushes] or [pull.spec.key for pull in pulls]
-        return self._send(f"{what} of {_shown(keys)}", "exchange", contents, arrays, targets, finish)
+        request = self._send(f"{what} of {_shown(keys)}", "exchange", contents, arrays, targets, finish)
+        self._residuals.update(lost)
+        return request
 
-    def _pushed(self, what: str, pushes: list[Push]) -> Iterable[tuple[Spec, Part, Array | None]]:
-        """Yield each part of what is pushed, as it travels."""
+    def _pushed(
+        self, what: str, pushes: list[Push]
+    ) -> tuple[list[tuple[Spec, Part, Array | None]], dict[Key, Array]]:
+        """Return each part of what is pushed, as it travels, and what compression then loses of each key."""
+        lost: dict[Key, Array] = {}
         pieces: dict[Key, list[Any]] = {
             push.spec.key: [piece for _, piece in self._pieces(push.spec, on_host(push.value))]
             for push in pushes
@@ -320,12 +306,15 @@ class DistStore(KVStore):
         }
         if self._compression is not None:
             flat = {key: [piece.reshape(-1) for piece in each] for key, each in pieces.items()}
-            codes = iter(self._residuals.encode(f"{self.type}: {what}", self._compression, flat))
+            encoded, lost = self._residuals.encode(f"{self.type}: {what}", self._compression, flat)
+            codes = iter(encoded)
             pieces = {key: [next(codes) for _ in each] for key, each in pieces.items()}
+        pushed: list[tuple[Spec, Part, Array | None]] = []
         for push in pushes:
             parts = self._parts[push.spec.key]
-            for part, piece in zip(parts, pieces.get(push.spec.key, [None] * len(parts)), strict=True):
-                yield push.spec, part, piece
+            travels = pieces.get(push.spec.key, [None] * len(parts))
+            pushed += [(push.spec, part, piece) for part, piece in zip(parts, travels, strict=True)]
+        return pushed, lost
 
     def _pieces(self, spec: Spec, array: Array) -> list[tuple[Part, Array]]:
         """Return the parts of a key, each with its elements of an array: all of it, or a flat slice."""

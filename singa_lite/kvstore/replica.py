@@ -207,7 +207,9 @@ class ReplicaStore(KVStore):
         """Return for each push the sum of what all workers' codes stand for, each with its worker's scale."""
         assert self._compression is not None
         given = {push.spec.key: [to_numpy(push.value).ravel()] for push in pushes if push.value is not None}
-        codes = iter(self._residuals.encode(f"{self.type}: push", self._compression, given))
+        encoded, lost = self._residuals.encode(f"{self.type}: push", self._compression, given)
+        self._residuals.update(lost)
+        codes = iter(encoded)
         sizes = [self._compression.code_size(push.spec.size) for push in pushes]
         mine = [
             np.zeros(size, np.int32) if push.value is None else next(codes)

@@ -22,11 +22,13 @@ class Residuals:
 
     def encode(
         self, where: str, compression: Compression, values: Mapping[int | str, Sequence[Array]]
-    ) -> list[Array]:
-        """Return the codes of flat float32 arrays, the consecutive pieces of each key.
+    ) -> tuple[list[Array], dict[int | str, Array]]:
+        """Return the codes of flat float32 arrays, the consecutive pieces of each key, and what is then lost of each.
+
+        That is for ``update``, once the codes are on their way.
 
         Raises:
-            OptionError: a value is not finite, or too large with what was lost before; nothing has changed.
+            OptionError: a value is not finite, or too large with what was lost before.
         """
         codes, changed = [], {}
         for key, pieces in values.items():
@@ -41,8 +43,11 @@ class Residuals:
                     )
                 codes.append(code)
                 start += piece.size
-        self._kept.update(changed)
-        return codes
+        return codes, changed
+
+    def update(self, lost: Mapping[int | str, Array]) -> None:
+        """Continue from what ``encode`` has returned."""
+        self._kept.update(lost)
 
     def get(self, key: int | str, size: int) -> Array:
         """Return what was lost of a key."""

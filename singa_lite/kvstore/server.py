@@ -326,9 +326,9 @@ class Server:
         return None, ()
 
     def _set_lr(self, lr: float, message: Message) -> tuple[Any, Sequence[Array]]:
-        self._lr = lr
         for part in self._parts.values():
             part.stored.set_lr(lr)
+        self._lr = lr
         return None, ()
 
     def _set_compression(self, params: dict[str, Any], message: Message) -> tuple[Any, Sequence[Array]]:

@@ -18,8 +18,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..comm.base import Communicator
-from ..errors import CheckpointError, check_number
+from ..errors import CheckpointError
 from ..model_file import Checkpoint, read_checkpoint, write_checkpoint
+from ..opt.checks import check_steps
 from ..tensor import Tensor
 from .calls import Key, Path, Spec
 from .residuals import Array, Residuals
@@ -101,6 +102,8 @@ def check_states(path: Path, mine: Mapping[Key, Arrays], found: object) -> None:
         )
         if shapes != others:
             raise CheckpointError(f"{path}: key {key!r} has states {others}, but the optimizer here {shapes}")
+        if (steps := found.get(key, {}).get("step_counter")) is not None:
+            check_steps(f"{path}: key {key!r}", steps)
 
 
 def check_residuals(where: str, mine: Mapping[Key, Array], found: object) -> None:
@@ -122,11 +125,9 @@ def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> dict[Key, Arra
     """
     states = {}
     try:
-        if optimizer["lr"] is not None:
-            check_number(f"{path}", "lr", optimizer["lr"], 0)
         for spec in specs:
             stored = StoredArray(spec.key, Tensor(spec.shape, dtype=spec.dtype))
-            stored.set_optimizer(optimizer["description"])
+            stored.set_optimizer(optimizer["description"], optimizer["lr"])
             states[spec.key] = stored.get_states()
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # OptionError is a ValueError
         raise CheckpointError(f"{path}: its optimizer cannot be made: {error}") from error

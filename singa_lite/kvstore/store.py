@@ -17,6 +17,7 @@ from weakref import WeakMethod
 from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
 from ..comm.work import Work
+from ..dtypes import LARGEST_FLOAT32
 from ..errors import (
     CheckpointError,
     OptionError,
@@ -281,7 +282,7 @@ class KVStore(WorkerCalls):
         """
         if self._optimizer is None:
             raise OptionError(f"{self._name}: set_learning_rate: set_optimizer() comes first")
-        number = check_number(f"{self._name}: set_learning_rate", "lr", lr, 0)
+        number = check_number(f"{self._name}: set_learning_rate", "lr", lr, 0, LARGEST_FLOAT32)
         self._together("set_learning_rate", {"the learning rate": number}, lambda: self._set_lr(number))
         self._note_lr(number)
 
@@ -417,7 +418,8 @@ class KVStore(WorkerCalls):
                         raise CheckpointError(f"{fname}: saved {'with' if lost else 'without'} compression")
                 except CheckpointError as error:
                     failure = str(error)
-            failure, shared = self._communicator.all_gather_object([failure, head], name="kvstore.load")[0]
+            found_here = [failure, head, list(mine)]
+            failure, shared, keys = self._communicator.all_gather_object(found_here, name="kvstore.load")[0]
             if failure:
                 raise CheckpointError(failure)
             head.update(shared)
@@ -425,7 +427,8 @@ class KVStore(WorkerCalls):
                 self._do("set_optimizer", lambda: self._set_dumped(head["optimizer"]))
             self._do("set_states", lambda: set_states(states))
             if self._compression:
-                scatter_residuals(self._communicator, specs, self._residuals, lost)
+                whose = [spec for spec in specs if spec.key in keys]  # not those of other Trainers
+                scatter_residuals(self._communicator, whose, self._residuals, lost)
 
         self._together(where, {}, load)
         return head

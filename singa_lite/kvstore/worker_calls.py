@@ -6,6 +6,7 @@ What lives here: a store's workers, and its end by an error. What does not: what
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from ..tensor.core import check_tensor
 from .base import KVStoreBase
 from .calls import difference
 
+BUSY_S = 1.0  # that a call waits for the end of another thread's
+
 
 class WorkerCalls(KVStoreBase):
     """A store of several workers.
@@ -35,6 +38,7 @@ class WorkerCalls(KVStoreBase):
         self._communicator = communicator
         self._failure = ""  # what broke the store
         self._progress = progress_of_process()
+        self._lock = threading.RLock()  # of the thread in a call: another would take its answers or memory
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, worker {self.rank} of {self.num_workers})"
@@ -78,17 +82,30 @@ class WorkerCalls(KVStoreBase):
         Args:
             where: the caller, for errors.
         """
-        self.check_usable(where)
+        with self.one_thread(where):
+            self.check_usable(where)
+            try:
+                yield
+            except CommError as error:
+                self.abort(str(error))
+                raise
+            except SingaLiteError:
+                raise
+            except BaseException as error:
+                self.abort(f"{where} was ended by {type(error).__name__}")
+                raise
+
+    @contextmanager
+    def one_thread(self, where: str) -> Iterator[None]:
+        """Wait BUSY_S seconds for another thread that is inside, then raise a CommError."""
+        if not self._lock.acquire(timeout=BUSY_S):
+            raise CommError(
+                f"{self._name}: {where}: another thread is in a call of this store; call it in one thread at a time"
+            )
         try:
             yield
-        except CommError as error:
-            self.abort(str(error))
-            raise
-        except SingaLiteError:
-            raise
-        except BaseException as error:
-            self.abort(f"{where} was ended by {type(error).__name__}")
-            raise
+        finally:
+            self._lock.release()
 
     @contextmanager
     def applying(self, where: str) -> Iterator[None]:
