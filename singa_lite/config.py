@@ -114,6 +114,7 @@ class State:
         has_looked_for_bfloat16: whether a CPU without instructions for it has been reported (autograd.autocast).
         rounded: the step whose copies of parameters are fresh (graph.rounded.RoundedCopies), else None.
         rounded_lock: held while a step's copies become fresh or are forgotten.
+        device_lock: held while a device is made.
         works_in_flight: ids of collectives that were started and not waited for (comm.work.Work).
         exposed: id of each array that Python has as ``Tensor.data`` -> a weak reference to it (graph.rounded).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
@@ -147,6 +148,7 @@ class State:
     has_looked_for_bfloat16: bool = False
     rounded: Any = None  # Any: likewise; graph/rounded.py owns it
     rounded_lock: Any = field(default_factory=threading.RLock)  # Any: a function's result on Python 3.10
+    device_lock: Any = field(default_factory=threading.RLock)  # Any: likewise
     works_in_flight: set[int] = field(default_factory=set)
     exposed: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     allow_tf32: bool = False
@@ -155,6 +157,16 @@ class State:
 
 state = State()
 this_thread = OfThread()
+
+
+def _renew_locks() -> None:
+    """Make new locks in a child that is forked: a thread that has held one of the old ones is not there."""
+    state.communicator_lock, state.rounded_lock, state.device_lock = (threading.RLock() for _ in range(3))
+    if state.rounded is not None:  # it may have been changing
+        state.rounded.forget()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def of_face(name: str) -> Any:

@@ -145,7 +145,9 @@ class Device:
 def get_default_device() -> Device:
     """Return the CPU, the default device. All CPU devices are this one."""
     if state.default_device is None:
-        state.default_device = Device("cpu", -1, CpuBackend())
+        with state.device_lock:
+            if state.default_device is None:
+                state.default_device = Device("cpu", -1, CpuBackend())
     default: Device = state.default_device
     return default
 
@@ -252,20 +254,24 @@ def create_cuda_gpu_on(device_id: int) -> Device:
         DeviceError: cupy, the driver or that GPU is missing, or cupy is too old; says which and how to fix it.
     """
     _gpu("create_cuda_gpu_on", device_id)
-    if device_id not in state.cuda_devices:
-        if int((version := _cupy().__version__).partition(".")[0]) < OLDEST_CUPY:
-            raise DeviceError(
-                f"create_cuda_gpu_on({device_id}): expected cupy {OLDEST_CUPY} or later, got {version}: {INSTALL_CUPY}"
-            )
-        try:
-            from .backend.cuda import CudaBackend  # cupy is optional and slow to import
-        except ImportError as error:
-            raise DeviceError(
-                f"create_cuda_gpu_on({device_id}): cupy misses a part of CUDA ({error})"
-            ) from error
-        state.cuda_devices[device_id] = Device("cuda", device_id, CudaBackend(device_id))
+    with state.device_lock:
+        if device_id not in state.cuda_devices:
+            state.cuda_devices[device_id] = Device("cuda", device_id, _cuda_backend(device_id))
     created: Device = state.cuda_devices[device_id]
     return created
+
+
+def _cuda_backend(device_id: int) -> Backend:
+    """Return a new backend of a GPU; DeviceError if cupy is too old or misses a part of CUDA."""
+    if int((version := _cupy().__version__).partition(".")[0]) < OLDEST_CUPY:
+        raise DeviceError(
+            f"create_cuda_gpu_on({device_id}): expected cupy {OLDEST_CUPY} or later, got {version}: {INSTALL_CUPY}"
+        )
+    try:
+        from .backend.cuda import CudaBackend  # cupy is optional and slow to import
+    except ImportError as error:
+        raise DeviceError(f"create_cuda_gpu_on({device_id}): cupy misses a part of CUDA ({error})") from error
+    return CudaBackend(device_id)
 
 
 def create_cuda_gpu() -> Device:

@@ -211,6 +211,48 @@ def test_only_the_latest_records_are_kept():
     assert len(infos) == records.MAX_RECORDS and infos[-1].inputs.startswith("float32[1, ")
 
 
+@pytest.mark.usefixtures("as_recorded")
+def test_kinds_that_lose_their_records_in_turn_run_eagerly_until_the_others_have_room(monkeypatch):
+    monkeypatch.setattr(records, "MAX_RECORDS", 4)
+    calls = [(step, 1 + step % 6, ()) for step in range(60)]
+    eager, graph = trained(False, calls), trained(True, calls)
+    assert graph[:2] == eager[:2]
+    reasons = [info.break_reason for info in graph[2].graph_info()]
+    assert reasons.count(None) == 4 and len(reasons) == 6
+    assert "its 4 most recent records" in next(filter(None, reasons))
+    runs = graph[2].python.runs
+    for step in range(60, 72):
+        graph[2](*batch(step, 1 + step % 6))
+    assert graph[2].python.runs == runs + 2 * 2  # of two kinds, twice each
+
+
+def test_records_that_were_worth_it_may_be_dropped_any_number_of_times(monkeypatch):
+    monkeypatch.setattr(records, "MAX_RECORDS", 1)
+    monkeypatch.setattr(records, "REPLAYS_PAID", 3)
+    net = compiled(True)
+    for size in [1, 2] * 6:
+        for step in range(5):
+            net(*batch(step, size))
+    assert [info.break_reason for info in net.graph_info()] == [None]
+    assert net.python.runs == 12
+
+
+def test_a_model_knows_a_limited_number_of_kinds_of_calls(monkeypatch):
+    class Breaking(Net):
+        def train_one_batch(self, x, y):
+            out, loss = super().train_one_batch(x, y)
+            to_numpy(loss)
+            return out, loss
+
+    monkeypatch.setattr(records, "MAX_KINDS", 8)
+    net = compiled(True, Breaking())
+    for size in range(1, 20):
+        net(*batch(size, size))
+        assert len(net.graph_info()) <= 8
+    [info] = net.graph_info()
+    assert "kinds of calls with arguments of these types" in info.break_reason
+
+
 def test_inputs_and_results_belong_to_the_caller():
     net = compiled(True)
     x, y = batch(0)

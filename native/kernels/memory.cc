@@ -111,6 +111,9 @@ std::size_t MemoryPool::bytes_held() const {
 
 MemoryPool& memory_pool() {
   static MemoryPool* const pool = new MemoryPool;  // never destroyed: arrays may outlive everything at exit
+  static const int registered = pthread_atfork([] { pool->lock_for_fork(); }, [] { pool->unlock_after_fork(); },
+                                               [] { pool->unlock_after_fork(); });
+  static_cast<void>(registered);
   return *pool;
 }
 

@@ -27,6 +27,10 @@ class MemoryPool {
 
   std::size_t bytes_held() const;  // in use and kept
 
+  // What fork() calls before and after, so that a child has the pool as no thread was changing it.
+  void lock_for_fork() { mutex_.lock(); }
+  void unlock_after_fork() { mutex_.unlock(); }
+
  private:
   struct Block {
     std::size_t bytes;

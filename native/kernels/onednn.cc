@@ -173,6 +173,11 @@ OnednnCall::Slot prelu_weight_slot(std::size_t num_axes) {
 std::shared_ptr<const OnednnCall> cached_call(CallKey key, const std::function<OnednnCall()>& make) {
   static std::mutex mutex;
   static std::map<CallKey, std::shared_ptr<const OnednnCall>> calls;
+  // A child has the table as no thread was changing it. The pool, whose lock is taken below this one, comes first here:
+  // fork() calls the last registered first.
+  static const int registered =
+      (memory_pool(), pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); }));
+  static_cast<void>(registered);
   key.push_back(num_threads());  // a primitive splits its work when it is made
   {
     const std::lock_guard<std::mutex> lock(mutex);

@@ -163,6 +163,7 @@ class Communicator(ABC):
         self.stop_requests = StopRequests()
         self.carries_requests = True
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
+        self._max_works = MAX_DROPPED  # from which on those that have ended are looked for
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
         self._groups: tuple[weakref.ref[Communicator], ...] = ()  # made by new_group
         self._is_closed = self._has_failed = False
@@ -345,13 +346,16 @@ class Communicator(ABC):
 
     @property
     def works_in_flight(self) -> list[Work]:
-        """Collectives that were started and that nobody has waited for yet."""
-        return list(self._works.values())
+        """Collectives that nobody has waited for yet: this thread's, and those of others that have not ended."""
+        thread = get_ident()
+        return [work for work in list(self._works.values()) if work._thread == thread or not work._is_done()]
 
     def wait_all(self) -> None:
-        """Wait for all collectives in flight: those of a step that has failed still use its arrays."""
+        """Wait for ``works_in_flight``: those of a step that has failed still use its arrays."""
+        thread = get_ident()
         for work in list(self._works.values()):
-            work.wait()
+            if work._thread == thread or not work._is_done():
+                work.wait()
 
     def follow_graph(self, graph: Graph, last: Work) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return what to call before and after each launch of a CUDA graph with collectives of this communicator.
@@ -457,6 +461,7 @@ class Communicator(ABC):
         kind, name, _, _, wire_dtype = operation
         work.kind, work.name = kind, name
         work._launcher, work._arrays, work._stop_requests = self, (array, out, scale), self.stop_requests
+        work._thread = thread
         if kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if wire_dtype is None else array.nbytes // 2
@@ -464,10 +469,8 @@ class Communicator(ABC):
         traffic = self.traffic
         traffic.bytes_payload += payload
         traffic.bytes_sent += work.bytes_sent
-        if len(self._works) > MAX_DROPPED:
-            state.works_in_flight -= self._works.keys()
-            self._works = {key: other for key, other in self._works.items() if not other._is_done()}
-            state.works_in_flight |= self._works.keys()
+        if len(self._works) > self._max_works:
+            self._drop_ended()
         self._works[id(work)] = work
         if isinstance(work, FinishedWork):
             self.traffic.wait_s += work.report_call()
@@ -477,6 +480,14 @@ class Communicator(ABC):
             inputs = (array,) if scale is None else (array, scale)
             this_thread.recorder.collective(self, operation, inputs, out, work)
         return work
+
+    def _drop_ended(self) -> None:
+        """Forget collectives that have ended and that nobody waits for."""
+        ended = [key for key, work in list(self._works.items()) if work._is_done()]
+        for key in ended:
+            self._works.pop(key, None)
+        state.works_in_flight.difference_update(ended)
+        self._max_works = max(MAX_DROPPED, 2 * len(self._works))  # so that this takes little time for each
 
     def _forget(self, work: Work, seconds: float) -> None:
         """Count the time that the host waited for ``work``, which has ended."""

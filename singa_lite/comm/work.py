@@ -102,6 +102,7 @@ class Work:
     bytes_payload: int = 0
     has_times: bool = True
     _launcher: Launcher | None = None
+    _thread: int = 0  # which has started it
     _arrays: tuple[Array | None, ...] = ()
     _stop_requests: StopRequests | None = None  # of its communicator
     _result: Array | None = None

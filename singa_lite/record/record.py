@@ -74,11 +74,13 @@ class Record:
         communicators: of its collectives.
         tape: for comparing it with that of a later run.
         num_left: replays until such a step runs eagerly, see ``Records.postpone``.
+        num_replays: how often it was replayed.
     """
 
     def __init__(self, run: Run, arenas: list[Any], copies: MutableMapping[int, Any]) -> None:
         assert run.tape is not None and run.recorder.break_reason is None
         self.num_left = replays_before_check()
+        self.num_replays = 0
         self.device, self.tape, self._results = run.device, run.tape, run.results
         self._attributes, self._variables, self._held = run.attributes, run.variables, run.held
         self._compares_identities = run.variables.compares_identities

@@ -35,10 +35,21 @@ from .variables import OF_ALL_TENSORS
 # both times the records that one kind of call needs (Optimizer.records_per_kind)
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
 MAX_MISSES = 64  # recordings of one kind of call without a replay, until it runs eagerly for good
+MAX_KINDS = 1024  # of calls of one model, until all those of the same types run eagerly
+MAX_DROPS = 4  # of a kind's records that were replayed too little to be worth it, until it runs eagerly
+REPLAYS_PAID = 64  # which are worth what recording a step takes
 MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay can make, while it was recorded
 TOO_MANY_MISSES = (
     "{} steps in a row were recorded and none could be replayed: what decides which nodes it has changes at every step "
     "(a number among the arguments, an attribute of the model, a variable, a schedule)"
+)
+TOO_MANY_IN_TURN = (
+    "a model keeps its {} most recent records, and its calls need more of them in turn: tensors of many shapes, or "
+    "other arguments; pad batches to fewer shapes"
+)
+TOO_MANY_KINDS = (
+    f"there were {MAX_KINDS} kinds of calls with arguments of these types: tensors of other shapes, or other values; "
+    "pad batches to fewer shapes, or compile with use_graph=False"
 )
 NOT_NOTICED = (
     "a step that was replayed runs {} now. What decides that was not noticed, so replays may have given wrong results. "
@@ -56,6 +67,7 @@ class Kind:
         types: of the arguments.
         records: they differ in their guards and in the attributes they found.
         misses: recordings since the last replay.
+        drops: records that were dropped for others before they were replayed much.
         retries: of steps that broke, but need not the next time.
         last_reason: why the last of them did.
         break_reason: why such calls run eagerly for good.
@@ -67,6 +79,7 @@ class Kind:
     types: Hashable
     records: list[Record] = field(default_factory=list)
     misses: int = 0
+    drops: int = 0
     retries: int = 0
     last_reason: str | None = None
     break_reason: str | None = None
@@ -116,6 +129,7 @@ class Records:
                         if record.num_left <= 0:
                             return self._run_postponed(kind, record, model, arguments, options)
                         record.num_left -= 1
+                        record.num_replays += 1
                         return record.replay(tensors)
                 per_kind = getattr(model.optimizer, "records_per_kind", 1)
                 if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
@@ -250,11 +264,17 @@ class Records:
         return self._arenas
 
     def _drop_oldest(self, max_records: int) -> None:
+        """Drop the least recently used record if there are more than ``max_records``.
+
+        Kinds of which that has often come too early run eagerly, until the others have room: recording takes as long as
+        many steps.
+        """
         if sum(len(kind.records) for kind in self._kinds.values()) > max_records:
-            key, kind = next((key, kind) for key, kind in self._kinds.items() if kind.records)
-            kind.records.pop()
-            if not kind.records:
-                del self._kinds[key]
+            kind = next(kind for kind in self._kinds.values() if kind.records)
+            kind.drops += kind.records.pop().num_replays < REPLAYS_PAID
+            if kind.drops == MAX_DROPS:
+                kind.break_reason = TOO_MANY_IN_TURN.format(max_records)
+                kind.records.clear()
 
     def _kind_of(
         self, arguments: tuple[Any, ...], options: dict[str, Any], precision: str
@@ -274,6 +294,10 @@ class Records:
         shared = repeats(tensors, self._written)
         modes = precision, this_thread.recording
         key = key, modes, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
+        if key not in self._kinds and len(self._kinds) >= MAX_KINDS:
+            kind = Kind(_label(arguments, options), types)
+            self._join_kinds(arguments, options, kind, TOO_MANY_KINDS)
+            return kind, []
         if key not in self._kinds:
             reason = reason or _unfit(tensors, shared is not None and shared[1])
             label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")

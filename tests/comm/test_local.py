@@ -8,6 +8,7 @@ import pytest
 
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.work import Work
 from singa_lite.errors import OptionError
 
 
@@ -28,6 +29,24 @@ def test_a_group_of_one_outlives_its_parent() -> None:
     group = parent.new_group([0])
     parent.close()
     assert group is not None and group.all_gather_object("here") == ["here"]
+
+
+def test_collectives_that_nobody_waits_for_take_little_time_each() -> None:
+    looked = []
+
+    class InFlight(Work):
+        def _is_done(self) -> bool:
+            looked.append(self)
+            return False
+
+    class Slow(LocalCommunicator):
+        def _start(self, *arguments: object) -> Work:
+            return InFlight()
+
+    communicator = Slow(World())
+    kept = [communicator.all_reduce(np.ones(3), "sum") for _ in range(2000)]
+    assert communicator.works_in_flight == kept
+    assert len(looked) < 3 * len(kept)  # not 2000 for each
 
 
 def test_a_time_out_must_be_positive() -> None:
