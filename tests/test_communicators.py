@@ -24,6 +24,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import state
 from singa_lite.device import create_cpu_device
+from singa_lite.dtypes import bfloat16
 from singa_lite.errors import CommError, DeviceError, DTypeError, GraphError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import mpi_missing, run_ranks
@@ -606,6 +607,87 @@ def registered_copies_are_summed_before_the_ranks(comm: Any) -> None:
         comm.allreduce()
 
 
+def register(comm: Any, gradients: dict[str, Any], dtype: Any = np.float64) -> dict[str, Tensor]:
+    """Register a copy whose parameters have these gradients, in this order."""
+    params = {}
+    for name, values in gradients.items():
+        params[name] = Tensor(data=np.zeros(np.shape(values)), dtype=dtype, stores_grad=True, name=name)
+        grad = params[name].grad
+        assert grad is not None
+        grad.copy_from_numpy(np.asarray(values, dtype))
+    comm.add_context_and_parameters((None, params))
+    return params
+
+
+def gradients_of(registered: list[dict[str, Tensor]], name: str) -> list[Any]:
+    return [to_numpy(params[name].grad).tolist() for params in registered]
+
+
+@fact
+def copies_with_names_in_another_order_are_summed_by_name(comm: Any) -> None:
+    comm.clear_context_parameters()
+    first = register(comm, {"enc": [1.0 + comm.rank], "dec": [100.0 * (1 + comm.rank)]})
+    second = register(comm, {"dec": [300.0 * (1 + comm.rank)], "enc": [3.0 + comm.rank]})
+    comm.allreduce()
+    ranks = range(comm.size)
+    assert gradients_of([first, second], "enc") == [[sum(4.0 + 2 * rank for rank in ranks)]] * 2
+    assert gradients_of([first, second], "dec") == [[sum(400.0 * (1 + rank) for rank in ranks)]] * 2
+    comm.clear_context_parameters()
+
+
+def forty_thousands(number: int, count: int) -> list[float]:
+    """Return float16 numbers: over all numbers below ``count`` their mean is 40000 and the largest is below 41000."""
+    return [40000.0 + 32 * (2 * number - count + 1)] * 2
+
+
+@fact
+def means_of_float16_copies_do_not_overflow(comm: Any) -> None:
+    for count in (1, 2, 3):
+        comm.clear_context_parameters()
+        numbers = range(comm.rank * count, (comm.rank + 1) * count)
+        registered = [
+            register(comm, {"w": forty_thousands(number, comm.size * count)}, np.float16)
+            for number in numbers
+        ]
+        comm.allreduce(division=True)
+        assert gradients_of(registered, "w") == [[40000.0] * 2] * count, count
+    comm.clear_context_parameters()
+
+
+HALF_STEP = 2.0**-8  # of bfloat16 between 1 and 2: how far a number that is rounded once may be off
+
+
+def between_1_and_2(number: int) -> Any:
+    return (1 + np.random.default_rng([3, number]).integers(0, 128, 200) / 128).astype(bfloat16)
+
+
+@fact
+def means_of_bfloat16_copies_are_rounded_once(comm: Any) -> None:
+    for count in (2, 3):  # one copy is sent in bfloat16, which all_reduce refuses
+        comm.clear_context_parameters()
+        numbers = range(comm.rank * count, (comm.rank + 1) * count)
+        registered = [register(comm, {"w": between_1_and_2(number)}, bfloat16) for number in numbers]
+        comm.allreduce(division=True)
+        every = [between_1_and_2(number).astype(np.float64) for number in range(comm.size * count)]
+        for found in gradients_of(registered, "w"):
+            assert abs(np.array(found) - np.mean(every, 0)).max() <= HALF_STEP * (1 + 1e-5), count
+    comm.clear_context_parameters()
+
+
+@fact
+def a_gradient_that_is_gone_is_named_before_any_is_summed(comm: Any) -> None:
+    comm.clear_context_parameters()
+    first = register(comm, {"b": [1.0 + comm.rank], "w": [2.0]})
+    second = register(comm, {"b": [10.0 + comm.rank], "w": [20.0]})
+    second["w"].stores_grad = False
+    before = comm._world.traffic.bytes_payload
+    with pytest.raises(DTypeError, match="allreduce: w: expected a parameter"):
+        comm.allreduce()
+    assert gradients_of([first, second], "b") == [[1.0 + comm.rank], [10.0 + comm.rank]]
+    assert gradients_of([first], "w") == [[2.0]] and comm._world.traffic.bytes_payload == before
+    comm.clear_context_parameters()
+
+
 # ---- the launches ------------------------------------------------------------------------------------
 
 
@@ -874,6 +956,41 @@ def test_copies_of_float16_are_summed_in_float32() -> None:
     assert to_numpy(w.grad).tolist() == [2050]
 
 
+def test_copies_of_one_process_may_have_their_names_in_another_order() -> None:
+    comm = communicators.DataParallelCommunicator()
+    first = register(comm, {"enc": [1.0], "dec": [100.0]})
+    second = register(comm, {"dec": [300.0], "enc": [3.0]})
+    comm.allreduce()
+    assert gradients_of([first, second], "enc") == [[4.0]] * 2
+    assert gradients_of([first, second], "dec") == [[400.0]] * 2
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_means_of_float16_copies_of_one_process_do_not_overflow(count: int) -> None:
+    comm = communicators.DataParallelCommunicator()
+    numbers = [forty_thousands(number, count) for number in range(count)]
+    registered = [register(comm, {"w": number}, np.float16) for number in numbers]
+    comm.allreduce(division=True)
+    assert gradients_of(registered, "w") == [[40000.0] * 2] * count
+
+
+def test_means_of_bfloat16_copies_of_one_process_are_rounded_once() -> None:
+    """The sum 3 + 5 / 128 would be rounded to 3 + 4 / 128, and a third of that to 1 + 1 / 128."""
+    comm = communicators.DataParallelCommunicator()
+    registered = [register(comm, {"w": [1 + number / 128]}, bfloat16) for number in (0, 1, 4)]
+    comm.allreduce(division=True)
+    assert gradients_of(registered, "w") == [[1 + 2 / 128]] * 3
+
+
+def test_a_gradient_that_is_gone_is_named_before_any_copy_is_changed() -> None:
+    comm = communicators.DataParallelCommunicator()
+    first, second = register(comm, {"b": [1.0], "w": [2.0]}), register(comm, {"b": [10.0], "w": [20.0]})
+    second["w"].stores_grad = False
+    with pytest.raises(DTypeError, match="allreduce: w: expected a parameter"):
+        comm.allreduce(division=True)
+    assert gradients_of([first, second], "b") == [[1.0], [10.0]] and gradients_of([first], "w") == [[2.0]]
+
+
 def sums_by_name(communicator: Any) -> dict[str, list[float]]:
     state.communicator, state.communicator_pid = communicator, os.getpid()
     comm = communicators.MultiProcessDataParallelCommunicator()
@@ -960,6 +1077,21 @@ def ranks_with_other_numbers_of_copies(communicator: Any) -> str:
 def test_ranks_that_registered_other_numbers_of_copies_are_an_error() -> None:
     for text in run_ranks(ranks_with_other_numbers_of_copies, 3):
         assert "allreduce of 2 copies" in text and "allreduce of 1 copy" in text, text
+
+
+def ranks_with_other_names(communicator: Any) -> tuple[str, list[float]]:
+    comm = joined(communicator)
+    names = ["fc", "head"] if comm.rank == 2 else ["conv", "fc"]
+    params = register(comm, {name: [1.0 + comm.rank] for name in names})
+    with pytest.raises(CommError) as error:
+        comm.allreduce()
+    return str(error.value), [value for name in names for value in to_numpy(params[name].grad).tolist()]
+
+
+def test_ranks_that_registered_other_names_are_an_error_and_change_nothing() -> None:
+    for rank, (text, gradients) in enumerate(run_ranks(ranks_with_other_names, 3)):
+        assert "of conv, fc" in text and "of fc, head" in text, text
+        assert gradients == [1.0 + rank] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,17 @@ a store gives the optimizer to its servers (kvstore/), updates (opt/).
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakMethod, WeakValueDictionary
 
 from ..errors import OptionError
+from ..graph.recorder import guard
 from ..kvstore.store import KVStore
 from ..opt.arguments import argument_names
 from ..opt.base import Optimizer
 from ..opt.schedule import Constant, DecayScheduler
 
-# which SharedOptimizer an optimizer was given to last, by a mark of its own
-_latest: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
+# which SharedOptimizer an optimizer was given to last, by its id; a class of the script's may have no hash
+_latest: WeakValueDictionary[int, SharedOptimizer] = WeakValueDictionary()
 
 
 class SharedOptimizer:
@@ -33,7 +34,7 @@ class SharedOptimizer:
         self._optimizer = optimizer
         self._store = store
         self._is_on_store = is_on_store
-        self._mark = _latest[optimizer] = object()
+        _latest[id(optimizer)] = self  # which keeps it, and so its id
         self._note()
         if store is not None and is_on_store:
             store._lr_hooks.append(WeakMethod(self._take_lr))
@@ -76,7 +77,8 @@ class SharedOptimizer:
             OptionError: what the servers would not see, or another Trainer has got the optimizer since.
             CommError: the workers have set different things.
         """
-        if _latest.get(self._optimizer) is not self._mark:
+        guard((id(self), "is the latest"), self._is_latest)
+        if not self._is_latest():
             raise OptionError(
                 f"Trainer: step: {self._optimizer!r} was given to another Trainer since, and would count the steps of "
                 "both; give each an optimizer of its own"
@@ -101,6 +103,9 @@ class SharedOptimizer:
                 )
             self.set_lr(lr)
         self._note()
+
+    def _is_latest(self) -> bool:
+        return _latest.get(id(self._optimizer)) is self
 
     def _check_replaced(self, store: KVStore) -> None:
         """Raise OptionError unless the optimizer that the script has given to the store is like this one."""

@@ -18,7 +18,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..comm.base import Communicator
-from ..errors import CheckpointError
+from ..dtypes import LARGEST_FLOAT32
+from ..errors import CheckpointError, check_number
 from ..model_file import Checkpoint, read_checkpoint, write_checkpoint
 from ..opt.checks import check_steps
 from ..tensor import Tensor
@@ -125,6 +126,8 @@ def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> dict[Key, Arra
     """
     states = {}
     try:
+        if optimizer["lr"] is not None:
+            check_number(f"{path}", "lr", optimizer["lr"], 0, LARGEST_FLOAT32)
         for spec in specs:
             stored = StoredArray(spec.key, Tensor(spec.shape, dtype=spec.dtype))
             stored.set_optimizer(optimizer["description"], optimizer["lr"])

@@ -7,6 +7,7 @@ Whole training runs that must have equal bits are in test_trainer_bits.py, array
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 from collections.abc import Callable
@@ -892,6 +893,30 @@ def several_trainers_share_a_store_that_does_not_update(rig: Rig) -> None:
     assert "no sums of gradients any more" in caught(lambda: first.step(1), OptionError)
 
 
+@fact
+def states_of_one_trainer_are_loaded_beside_what_compression_has_lost_of_another(rig: Rig) -> None:
+    """A worker's gradients are a 32nd to 3 32nds, so three of them are below the threshold and stay residuals."""
+    store, path = rig.store(), Path(rig.folder) / "beside"
+    own, others = {"a": parameter([1.0, 1.0])}, {"b": parameter([1.0]), "c": parameter([1.0])}
+    make = functools.partial(gluon.Trainer, kvstore=store, update_on_kvstore=False)
+    first = make(own, "sgd", {"lr": 1.0}, compression_params={"type": "2bit", "threshold": 0.5})
+    second = make(others, "sgd", {"lr": 1.0})
+    grad = (rig.rank + 1) / 32
+    for step in range(3):
+        backward({own["a"]: [grad, -grad], others["b"]: grad, others["c"]: -grad})
+        first.step(1)
+        second.step(1)
+        if step == 0:
+            first.save_states(path)
+
+    def lost() -> dict[Any, list[float]]:
+        return {key: array.tolist() for key, array in store.get_residuals().items()}
+
+    assert lost() == {"a": [3 * grad, -3 * grad], "b": [3 * grad], "c": [-3 * grad]}
+    first.load_states(path)
+    assert lost() == {"a": [grad, -grad], "b": [3 * grad], "c": [-3 * grad]}
+
+
 # ---- evaluation ----------------------------------------------------------------------------------------
 
 
@@ -1149,6 +1174,22 @@ def test_recorded_steps_train_as_eager_ones(is_inside: bool) -> None:
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_recorded_step_notices_that_its_optimizer_was_given_to_another_trainer(use_graph: bool) -> None:
+    net, x = Recorded(), Tensor(data=np.random.default_rng(1).standard_normal((4, 2, 3, 3)).astype(F32))
+    y = Tensor(data=np.arange(4, dtype=np.int32) % 3)
+    net.compile([x], use_graph=use_graph)
+    optimizer = opt.SGD(lr=0.1, momentum=0.9)
+    net.trainer = gluon.Trainer(net.get_params(), optimizer, kvstore=None)
+    for _ in range(4):
+        net(x, y)
+    assert [info.break_reason for info in net.graph_info()] == [None] * use_graph
+    before = bits(net.get_params())
+    second = gluon.Trainer(two(), optimizer, kvstore=None)
+    assert "was given to another Trainer" in caught(net, OptionError, x, y)
+    assert bits(net.get_params()) == before and second.optimizer.step_counter == 4
+
+
 class Doubling(KVStoreBase):
     """Counts its calls, and doubles what is summed, in Python."""
 
@@ -1201,6 +1242,55 @@ def test_the_learning_rate_that_was_set_last_counts_wherever_it_was_set() -> Non
     backward(dict.fromkeys(params.values(), 1))
     trainer.step(1)
     assert all_equal(params, 0.25) and store.learning_rate == trainer.learning_rate == 0.5
+
+
+SHARED: list[dict[str, Any]] = [{}, {"kvstore": None}, {"kvstore": "local", "update_on_kvstore": True}]
+
+
+@pytest.mark.parametrize("arguments", SHARED, ids=["device", "no store", "on the store"])
+def test_an_optimizer_is_that_of_the_trainer_that_was_made_last(arguments: dict[str, Any]) -> None:
+    optimizer, one, other = opt.SGD(lr=1.0, momentum=0.5), two(), two(2.0)
+    first = gluon.Trainer(one, optimizer, **arguments)
+    backward(dict.fromkeys(one.values(), 1))
+    first.step(1)
+    second = gluon.Trainer(other, optimizer, **arguments)
+    backward(dict.fromkeys([*one.values(), *other.values()], 1))
+    states = bits({name: Tensor(data=array) for name, array in optimizer.get_states().items()})
+    text = caught(first.step, OptionError, 1)
+    assert "was given to another Trainer" in text and "SGD" in text, text
+    assert all_equal(one, 0) and all_equal(other, 2) and optimizer.step_counter == 1
+    assert all(param.has_fresh_grad for param in [*one.values(), *other.values()])
+    assert bits({name: Tensor(data=array) for name, array in optimizer.get_states().items()}) == states
+    second.step(1)
+    assert all_equal(one, 0) and all_equal(other, 1) and optimizer.step_counter == 2
+    del first, second
+    again = gluon.Trainer(one, optimizer, **arguments)
+    again.set_learning_rate(0.25)
+    again.step(1)
+    assert optimizer.step_counter == 3
+    momentum = 0.0 if again.update_on_kvstore else 0.5  # a new store has no states
+    assert all_equal(one, -0.25 * (momentum + 1))
+
+
+@dataclasses.dataclass
+class Plain(opt.Optimizer):
+    """Has no hash, and is equal to another of the same rate."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        super().__init__(self.rate)
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        param_value -= param_grad * self.rate
+
+
+def test_equal_optimizers_are_still_two() -> None:
+    pairs = [(params, gluon.Trainer(params, Plain(0.5))) for params in (two(), two())]
+    for params, trainer in pairs:
+        backward(dict.fromkeys(params.values(), 1))
+        trainer.step(1)
+        assert all_equal(params, 0.5)
 
 
 def test_states_that_a_store_has_saved_are_refused(tmp_path: Path) -> None:

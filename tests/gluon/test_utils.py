@@ -212,6 +212,16 @@ def test_squares_that_float32_cannot_hold_are_no_matter(make):
     np.testing.assert_allclose(values(arrays)[0], [0.6], rtol=1e-6)
 
 
+def test_a_factor_that_float16_cannot_hold_does_not_make_zeros():
+    """Norm 60000, factor 1.7e-8: 5e-4 each is left, in an array as in a Tensor."""
+    data = np.full(4, 30000, np.float16)
+    arrays = [data.copy(), Tensor(data=data, dtype=np.float16)]
+    assert [clip_global_norm([array], 1e-3) for array in arrays] == [60000, 60000]
+    assert values(arrays) == [[float(np.float16(5e-4))] * 4] * 2
+    assert arrays[0].dtype == np.float16
+    assert np.linalg.norm(arrays[0].astype(float)) == pytest.approx(1e-3, rel=2**-11)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_not_finite_warns_and_changes_nothing(make, bad):
     arrays = [make(F32([3, 4])), make(F32([bad, 1]))]

@@ -160,6 +160,20 @@ def with_an_optimizer_integers_are_refused(rig):
     assert (out == 0).all()
 
 
+@fact()
+def a_learning_rate_that_float32_cannot_hold_is_refused_and_later_keys_are_made(rig):
+    store = rig.store()
+    store.set_optimizer(opt.SGD(lr=0.5))
+    for key in "abc":
+        for rate in (np.inf, 1e300):  # before there is a key too
+            text = caught(lambda rate=rate: store.set_learning_rate(rate), OptionError)
+            assert "set_learning_rate" in text and store.learning_rate is None, text
+        store.init(key, np.full(3, 8, F32))
+    outs = [np.zeros(3, F32) for _ in "abc"]
+    store.pushpull(list("abc"), [np.full(3, 2 * (rig.rank + 1), F32)] * 3, outs)
+    assert (np.array(outs) == 8 - 0.5 * rig.num_workers * (rig.num_workers + 1)).all(), outs
+
+
 class Undescribed(opt.Optimizer):
     def __init__(self, function):
         super().__init__(0.1)

@@ -218,6 +218,28 @@ def values_that_are_not_finite_are_refused_and_change_nothing(rig):
     assert (out == rig.num_workers).all()
 
 
+@fact(lambda launch: launch.servers > 0)
+def a_push_with_too_many_names_leaves_the_residuals(rig):
+    """The header for the last server would have over a million bytes; nothing is sent to the first either."""
+    store = rig.store()
+    store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    keys, sizes = ["short", *(letter * 300_000 for letter in "abcd")], [1000, 2, 2, 2, 2]
+    for key, size in zip(keys, sizes, strict=True):  # the long ones on the second server, if there is one
+        store.init(key, np.zeros(size, F32))
+        store.push(key, np.full(size, 0.125 * (rig.rank + 1), F32))
+    before = {
+        key: np.full(size, 0.125 * (rig.rank + 1)).tolist() for key, size in zip(keys, sizes, strict=True)
+    }
+    traffic = store.traffic.bytes_sent
+    given = [np.full(size, 0.25, F32) for size in sizes]
+    text = caught(lambda: store.push(keys, given), OptionError)
+    assert "the header has" in text and store.traffic.bytes_sent == traffic, text
+    assert {key: lost.tolist() for key, lost in store.get_residuals().items()} == before
+    out = np.zeros(1000, F32)
+    store.pushpull("short", given[0], out)  # 3, 4 and 5 eighths on three workers
+    assert (out == 0.5 * (rig.num_workers - 1)).all(), out[0]
+
+
 @fact()
 def float32_alone_is_compressed(rig):
     store = rig.store()

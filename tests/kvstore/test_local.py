@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -322,6 +323,21 @@ def test_several_arrays_of_float16_are_summed_in_float32():
     out = np.zeros(1, np.float16)
     store.pull("a", out)
     assert out.tolist() == [2050]
+
+
+def test_pushes_of_two_threads_all_count(store):
+    shape, num_pushes = (200_000,), 100
+    store.init("w", np.zeros(shape, F32))
+    store.set_optimizer(opt.SGD(lr=1.0))
+
+    def push(value):
+        for _ in range(num_pushes):
+            store.push("w", np.full(shape, value, F32))
+
+    with ThreadPoolExecutor(2) as threads:
+        for work in [threads.submit(push, value) for value in (1, 2)]:
+            work.result()
+    assert (pulled(store, "w", shape) == -num_pushes * (1 + 2)).all()
 
 
 def test_lists_of_keys_are_not_remembered_for_ever(store):

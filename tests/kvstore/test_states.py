@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from singa_lite import kvstore, opt
 from singa_lite.errors import CheckpointError
-from singa_lite.model_file import OPTIMIZER_FILE, Checkpoint, write_checkpoint
+from singa_lite.kvstore import KVStore
+from singa_lite.model_file import OPTIMIZER_FILE, Checkpoint, read_checkpoint, write_checkpoint
+from tests.kvstore.rig import Launch, Rig, caught, run_calls
 from tools.soak.file_readers.states import store_state, trained_store, trained_trainer, trainer_state
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -43,6 +46,9 @@ def change(
         (lambda head: None, lambda arrays: arrays.pop("1:residual")),
         (lambda head: None, lambda arrays: arrays.update({"1:residual": np.zeros(3, np.float32)})),
         (lambda head: None, lambda arrays: arrays.pop("1:step_counter")),
+        (lambda head: None, lambda arrays: arrays.update({"1:step_counter": np.array(-1)})),
+        (lambda head: head["optimizer"].update(lr=float("inf")), lambda arrays: None),
+        (lambda head: head["optimizer"].update(lr=1e300), lambda arrays: None),
         (lambda head: None, lambda arrays: arrays.update({"9" * 5000 + ":x": np.zeros(1)})),
         (
             lambda head: head.update(extra=json.loads("[" * 900 + "]" * 900)),
@@ -86,3 +92,80 @@ def test_a_trainer_refuses_it(values, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         trainer.load_states(tmp_path / "states")
     assert trainer_state(trainer) == before
+
+
+# ---- in jobs -----------------------------------------------------------------------------------------
+
+SHAPES = {"w": (3, 5), "b": (7,)}  # keys number 0 and 1
+
+
+def arrays_of(store: KVStore) -> dict[str, list[Any]]:
+    return {
+        f"{key}:{name}": a.tolist() for key, each in store.get_states().items() for name, a in each.items()
+    }
+
+
+def trained_by_all(rig: Rig) -> KVStore:
+    """A store, momenta of which are sums over the workers."""
+    store, keys = rig.store(), list(SHAPES)
+    store.init(keys, [np.zeros(shape, np.float32) for shape in SHAPES.values()])
+    store.set_optimizer(opt.SGD(lr=0.5, momentum=0.5))
+    store.push(keys, [np.full(shape, rig.rank + 1, np.float32) for shape in SHAPES.values()])
+    return store
+
+
+def damage(path: Path, what: str) -> None:
+    """Write a file again with a count of steps, or a learning rate, that cannot be."""
+    arrays = dict(read_checkpoint(path, {}, {}).optimizer or {})
+    if what == "steps":
+        arrays["1:step_counter"] = np.full_like(arrays["1:step_counter"], -1)
+    else:
+        head = json.loads(arrays["store"].tobytes())
+        head["optimizer"]["lr"] = float("inf")
+        arrays["store"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    write_checkpoint(path, Checkpoint({}, optimizer=arrays))
+
+
+def refuses(rig: Rig, folder: Path, what: str, dumps: bool) -> list[Any]:
+    """Load a file of other states that is damaged; return the error, and the values after one more push."""
+    store, path = trained_by_all(rig), folder / f"{what}-{dumps}-{rig.num_servers}"
+    store.set_learning_rate(0.125)
+    store.save_optimizer_states(path, dump_optimizer=dumps)
+    store.set_learning_rate(0.25)
+    store.push(list(SHAPES), [np.full(shape, rig.rank + 1, np.float32) for shape in SHAPES.values()])
+    if rig.rank == 0:
+        damage(path, what)
+    store.barrier()
+    before = arrays_of(store), store.optimizer_description, store.learning_rate
+    text = caught(lambda: store.load_optimizer_states(path), CheckpointError)
+    assert (arrays_of(store), store.optimizer_description, store.learning_rate) == before
+    outs = [np.ones(shape, np.float32) for shape in SHAPES.values()]
+    store.pushpull(list(SHAPES), [np.zeros_like(out) for out in outs], outs)
+    return [text, *(out.tolist() for out in outs)]
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_a_job_refuses_a_count_or_a_rate_that_cannot_be(servers: int, tmp_path: Path) -> None:
+    cases = {("steps", False): "step_counter", ("steps", True): "step_counter", ("rate", True): "lr"}
+    calls = [(tmp_path, *case) for case in cases]
+    for found in run_calls(Launch("shm", 3, servers), refuses, *calls):
+        for piece, (text, *values) in zip(cases.values(), found, strict=True):
+            assert piece in text and str(tmp_path) in text, text
+            # gradients 6, 6, 0 of the workers together: momentum 6, 9, 4.5 at the rates 0.5, 0.25, 0.25
+            expected = -(6 * 0.5 + 9 * 0.25 + 4.5 * 0.25)
+            assert values == [np.full(shape, expected).tolist() for shape in SHAPES.values()]
+
+
+@pytest.mark.parametrize("rate", [float("inf"), 1e300, -1.0, "x"])
+def test_a_store_without_keys_refuses_a_rate_that_cannot_be(rate: Any, tmp_path: Path) -> None:
+    store: Any = kvstore.create("local")
+    store.set_optimizer(opt.SGD(lr=0.5))
+    store.set_learning_rate(0.25)
+    store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
+    change(tmp_path / "states", lambda head: head["optimizer"].update(lr=rate), lambda arrays: None)
+    with pytest.raises(CheckpointError, match=r"its optimizer cannot be made: .*lr"):
+        store.load_optimizer_states(tmp_path / "states")
+    store.init("w", np.ones(3, np.float32))
+    out = np.zeros(3, np.float32)
+    store.pushpull("w", np.full(3, 2, np.float32), out)
+    assert out.tolist() == [0.5] * 3
