@@ -143,12 +143,12 @@ class _Copies:
             total = first.as_type("float32") if is_rounded else first
             for other in others:
                 total += other.as_type("float32") if is_rounded else other
-            totals[str(name)] = total
+            totals[name] = total
         return totals
 
     def _spread(self, totals: Mapping[str, Tensor], division: bool) -> None:
         """Divide the totals by the number of copies if told to, and give them to all copies."""
-        for name, total in zip(sorted(self._copies[0], key=str), totals.values(), strict=True):
+        for name, total in totals.items():
             if division and len(self._copies) > 1:
                 total /= len(self._copies)
             for copy in self._copies:
@@ -402,9 +402,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         check_bool("allreduce", "inplace", inplace)
         totals, count = self._sum_copies(), len(self._copies)
         # compared over the ranks, as which gradients are added up is a matter of names
-        name = (
-            f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'} of {', '.join(totals)}"
-        )
+        name = f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'} of {', '.join(map(repr, totals))}"
         self._sum(communicator, list(totals.values()), division, inplace, name)
         self._spread(totals, division)
 

@@ -1090,7 +1090,7 @@ def ranks_with_other_names(communicator: Any) -> tuple[str, list[float]]:
 
 def test_ranks_that_registered_other_names_are_an_error_and_change_nothing() -> None:
     for rank, (text, gradients) in enumerate(run_ranks(ranks_with_other_names, 3)):
-        assert "of conv, fc" in text and "of fc, head" in text, text
+        assert "of 'conv', 'fc'" in text and "of 'fc', 'head'" in text, text
         assert gradients == [1.0 + rank] * 2
 
 

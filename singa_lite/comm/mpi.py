@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from .. import _native
+from ..config import of_face
 from ..error_stream import sendable
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
@@ -109,14 +110,20 @@ class MpiCommunicator(Communicator):
         self.flight_recorder = self._recorder
 
     def _make_recorder(self, name: str, world_id: str) -> FileRecorder | None:
-        mine = (this_host(), os.getpid(), os.urandom(8).hex())
+        mine = (this_host(), os.getpid(), os.urandom(8).hex(), of_face("__version__"))
         processes = within(self.timeout_s, "connect", lambda: self._comm.allgather(mine))
+        for rank, (host, *_, version) in enumerate(processes):
+            if version != processes[0][-1]:
+                raise CommError(
+                    f"MPI: rank {rank} on {host} has singa_lite {version}, rank 0 on {processes[0][0]} has "
+                    f"{processes[0][-1]}; install one version on all hosts"
+                )
         native, _ = _native.load("_comm")
         if native is None or not is_recording() or self.size == 1:
             return None
         members = self.world.members or range(self.size)
         title = title_of(self.world.members, name)
-        hosts = [(host, pid) for host, pid, _ in processes]
+        hosts = [(host, pid) for host, pid, *_ in processes]
         return FileRecorder(native, self.rank, members, hosts, processes[0][2], title, world_id)
 
     # ---- collectives -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -781,6 +782,19 @@ def test_updates(seed, count, update, weight_decay):
     arrays = [floats(seed + place, count) for place in range(2 + len(update.states))]
     grad, param, *states = arrays[0], arrays[1], *map(np.abs, arrays[2:])
     check(update.name, grad, out=(param, *states), weight_decay=weight_decay, **update_numbers(update))
+
+
+@quick
+@given(seeds, counts, st.sampled_from(list(UPDATES.values())), st.sampled_from([0.0, 0.1]))
+def test_updates_have_the_bits_of_numpy(seed, count, update, weight_decay):
+    """As ranks may have other processors, or no compiled kernels, and keep equal parameters."""
+    arrays = [floats(seed + place, count) for place in range(2 + len(update.states))]
+    grad, *given_arrays = arrays[0], arrays[1], *map(np.abs, arrays[2:])
+    found, expected = ([array.copy() for array in given_arrays] for _ in range(2))
+    numbers = {"weight_decay": weight_decay, **update_numbers(update)}
+    for run, out in ((getattr(KERNELS, update.name), found), (partial(REFERENCE.run, update.name), expected)):
+        run(grad, out=out[0] if len(out) == 1 else tuple(out), **numbers)
+    assert [array.tobytes() for array in found] == [array.tobytes() for array in expected]
 
 
 # sizes whose sum is split among threads inside a tensor, empty ones included

@@ -460,6 +460,20 @@ def test_a_rank_that_leaves_early_ends_the_job(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+def test_ranks_of_other_versions_do_not_train_together(tmp_path):
+    before = (
+        "import os, singa_lite\n"
+        "if '1' in (os.environ.get('PMI_RANK'), os.environ.get('OMPI_COMM_WORLD_RANK')):\n"
+        "    singa_lite.__version__ = '9.8'\n"
+    )
+    result = mpi_job(tmp_path, before + STEP)
+    assert result.returncode != 0
+    assert re.search(
+        r"MPI: rank 1 on .* has singa_lite 9\.8, rank 0 on .*; install one version", result.stderr
+    )
+    assert_nothing_left(tmp_path)
+
+
 def test_a_killed_rank_ends_the_job(tmp_path):
     result = mpi_job(tmp_path, STEP + "if rank == 1:\n    os.kill(os.getpid(), 9)" + AGAIN)
     assert result.returncode != 0

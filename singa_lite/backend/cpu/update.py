@@ -40,8 +40,10 @@ def _kernel_of(update: Update) -> Callable[..., None]:
         for grad, param, *states in _by_tensor(update, grads, arrays[:end]):
             p = upcast(param)
             g = upcast(grad) + weight_decay * p if weight_decay else upcast(grad)
+            # as compiled ones have them, so that what is computed of numbers alone has the same bits
+            exact = {name: p.dtype.type(number) for name, number in numbers.items()}
             for value, target in zip(values, (*states, param), strict=True):
-                store(target, value(g, p, *map(upcast, states), **numbers))
+                store(target, value(g, p, *map(upcast, states), **exact))
         for number, copy in zip(rounded, arrays[end:], strict=True):
             store(copy, arrays[number])
 
