@@ -38,7 +38,10 @@ def parse_arguments():
         "--synthetic", type=int, nargs="?", const=5000, metavar="COUNT",
         help="random images instead: COUNT to train on, a fifth of it to test on",
     )  # fmt: skip
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if min(arguments.epochs, arguments.batch_size, 1 if arguments.steps is None else arguments.steps) < 1:
+        parser.error("--epochs, --batch-size and --steps must be at least 1")
+    return arguments
 
 
 def main():

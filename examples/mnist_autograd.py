@@ -144,6 +144,8 @@ if __name__ == "__main__":
     if world_size is None:
         train_mnist_cnn()
         sys.exit()
+    if world_size < 1:
+        parser.error("world_size must be at least 1")
     # Generate a rendezvous id with which the processes find each other
     nccl_id = singa.NcclIdHolder()
     process = []

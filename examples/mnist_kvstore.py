@@ -33,7 +33,10 @@ def parse_arguments():
     parser.add_argument("--slices", type=int, default=1, help="parts of a batch, on the one device")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mnist-dir", help="folder of the four IDX files")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if min(arguments.epochs, arguments.batch_size, arguments.slices) < 1:
+        parser.error("--epochs, --batch-size and --slices must be at least 1")
+    return arguments
 
 
 def main():

@@ -402,7 +402,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
         check_bool("allreduce", "inplace", inplace)
         totals, count = self._sum_copies(), len(self._copies)
         # compared over the ranks, as which gradients are added up is a matter of names
-        name = f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'} of {', '.join(map(repr, totals))}"
+        copies = f"{count} {'copy' if count == 1 else 'copies'} of {', '.join(map(repr, totals))}"
+        name = f"communicators.allreduce of {copies}"
         self._sum(communicator, list(totals.values()), division, inplace, name)
         self._spread(totals, division)
 

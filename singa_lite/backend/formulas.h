@@ -8,6 +8,7 @@
 // - value: an expression that C++ and Python read alike: + - * /, comparisons, & and |, where(condition, yes, no), A(0) and
 //   Real(0.5) around constants that are not whole or alone, and the functions that native/kernels/vector_math.h,
 //   backend/cuda/functions.cuh and backend/cpu/functions.py define.
+//   A comparison is 1 or 0 where it is multiplied by a number; numpy has no difference of two: lr * (v > 0) - lr * (v < 0).
 // - numbers: names of attributes, which are floats.
 // A file that includes this one defines the three macros first.
 

@@ -4,8 +4,8 @@
 // Note [updates]: a line is UPDATEn(kernel, [state, its new value,] [...] new value of p[, numbers...])  // what it is
 // for n states that the optimizer keeps per parameter. p is the parameter, g its gradient with weight_decay * p added; a
 // state stands for its new value in all that follows. Expressions and numbers are as in Note [formulas], but of functions there
-// is sqrt alone, no where, A() or Real(): all are computed in the type A. A comparison is 1 or 0. A file that includes this
-// one defines the macros first.
+// is sqrt alone, no where, A() or Real(): all are computed in the type A. A file that includes this one defines the macros
+// first.
 
 UPDATE0(sgd_update, p - lr * g, lr)  // gradient descent
 UPDATE1(momentum_update, v, momentum * v + gain * g, p - lr * v, lr, momentum, gain)  // with momentum

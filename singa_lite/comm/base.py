@@ -274,7 +274,7 @@ class Communicator(ABC):
             Work; its wait() returns (size*k, ...): the k rows from j*k on came from rank j.
 
         Raises:
-            ShapeError: axis 0 does not divide by the ranks.
+            ShapeError: axis 0 is not divisible by the ranks.
         """
         self._check_array(array, writes=False)
         self._check_blocks("all_to_all", array, name)
@@ -578,7 +578,7 @@ class Communicator(ABC):
     def _check_blocks(self, where: str, array: Array, name: str) -> None:
         if array.ndim == 0 or array.shape[0] % self.size:
             raise ShapeError(
-                f"{where} {name!r}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
+                f"{where} {name!r}: axis 0 of shape {array.shape} must be divisible by {self.size} ranks"
             )
 
     def _check_root(self, where: str, root: int) -> None:

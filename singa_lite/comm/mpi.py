@@ -452,7 +452,7 @@ class MpiCommunicator(Communicator):
     # ---- moving large arrays -----------------------------------------------------------------------
 
     def _chunks(self, flat: Array) -> Iterator[Array]:
-        """Cut ``flat``; all but the last divide by the ranks, as MPICH moves equal blocks up to twice as fast."""
+        """Cut ``flat``, all but the last divisible by the ranks, as MPICH moves equal blocks up to twice as fast."""
         step = CHUNK_ELEMENTS // self.size * self.size
         for start in range(0, flat.size, step):
             yield flat[start : start + step]

@@ -321,7 +321,7 @@ class ShardedSampler(ResumableSampler):
             microbatches = check_int(where, "microbatches", microbatches, 1)
             if microbatches % world_size:
                 raise OptionError(
-                    f"{where}: microbatches = {microbatches} must divide by the {world_size} ranks"
+                    f"{where}: microbatches = {microbatches} must be divisible by the {world_size} ranks"
                 )
         self.microbatches = microbatches
         self.num_batches = microbatches or world_size  # of a global batch

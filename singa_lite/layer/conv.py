@@ -79,7 +79,7 @@ class Conv2d(Layer):
         check_choice("Conv2d", "pad_mode", pad_mode, PAD_MODES)
         check_choice("Conv2d", "activation", activation, (*ACTIVATIONS, None))
         if nb_kernels % self.group:
-            raise OptionError(f"Conv2d: nb_kernels = {nb_kernels} must divide by group = {group}")
+            raise OptionError(f"Conv2d: nb_kernels = {nb_kernels} must be divisible by group = {group}")
         self.kernel_size = pair("Conv2d", "kernel_size", kernel_size, 1)
         self.stride = pair("Conv2d", "stride", stride, 1)
         self.padding = pair("Conv2d", "padding", padding, 0)
@@ -94,7 +94,9 @@ class Conv2d(Layer):
         _check_images(self, x)
         self.in_channels = x.shape[1]
         if self.in_channels % self.group:
-            raise ShapeError(f"{self!r}: {self.in_channels} channels must divide by group = {self.group}")
+            raise ShapeError(
+                f"{self!r}: {self.in_channels} channels must be divisible by group = {self.group}"
+            )
         self.W = self.new_parameter(
             "W", (self.nb_kernels, self.in_channels // self.group, *self.kernel_size), x
         )

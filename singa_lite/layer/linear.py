@@ -245,7 +245,7 @@ class MultiHeadAttention(Layer):
         self._check(x)
         width = x.shape[2]
         if width % self.num_heads:
-            raise ShapeError(f"{self!r}: the width {width} must divide by num_heads = {self.num_heads}")
+            raise ShapeError(f"{self!r}: the width {width} must be divisible by num_heads = {self.num_heads}")
         if memory is None:
             self.projection = Linear(width, 3 * width, bias=self.bias)
         else:

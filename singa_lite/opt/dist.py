@@ -196,7 +196,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         each, rest = divmod(microbatches, self.communicator.size)
         if rest:
             raise OptionError(
-                f"DistOpt: microbatches = {microbatches} must divide by the {self.communicator.size} ranks"
+                f"DistOpt: microbatches = {microbatches} must be divisible by the {self.communicator.size} ranks"
             )
         if self._order == "any":
             return GradientSums(each)

@@ -573,7 +573,7 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
         "conv group",
         lambda: autograd.conv2d(ones(1, 4, 9, 9), ones(8, 1, 5, 5), group=3),
         ShapeError,
-        "divide by group = 3",
+        "divisible by group = 3",
     ),
     (
         "conv bias",

@@ -53,7 +53,7 @@ class Conv2d(Operator):
         channels, outputs = x.shape[1], w.shape[0]
         if channels % self.groups or outputs % self.groups:
             raise ShapeError(
-                f"conv2d: {channels} channels and {outputs} outputs must both divide by group = {self.groups}"
+                f"conv2d: {channels} channels and {outputs} outputs must both be divisible by group = {self.groups}"
             )
         if channels != w.shape[1] * self.groups:
             raise ShapeError(
