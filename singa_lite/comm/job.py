@@ -114,6 +114,22 @@ def launcher_and_job() -> tuple[str, Job]:
     return "", _job(0, 1, "", "")
 
 
+def task_of_mpi() -> tuple[str, int, int] | None:
+    """Return what launched this process as one of several tasks of MPI or Slurm, which of them it is, and their number.
+
+    None for the only task, for a batch script, for what a rank of an MPI job has started by itself, and where the
+    variables are damaged.
+    """
+    for launcher, (size_name, rank_name) in LAUNCHERS.items():
+        if os.environ.get(size_name):
+            try:
+                rank, size = _rank_and_size(rank_name, size_name)
+            except CommError:
+                return None
+            return (launcher, rank, size) if size > 1 and not _is_child_of_mpi_rank() else None
+    return None
+
+
 def mark_mpi_rank() -> None:
     """Note in the environment that this process is the rank of its MPI job: what it starts inherits that."""
     os.environ["SINGA_LITE_MPI_RANK"] = json.dumps([os.getpid(), _mpi_variables(), _pmi_socket()])
