@@ -36,15 +36,17 @@ from ..config import env
 from ..errors import CommError, OptionError
 from .copy_folder import FolderCopy
 from .host_notes import HostNotes
-from .hosts import Host, place
+from .hosts import Host, is_this_host, place
 from .one_host import LaunchOptions, Round, cause_of, common_environment, open_standard_descriptors
 from .process_names import role_names
-from .reaper import REQUESTS, die_with_launcher
-from .supervise import DRAIN_S, FINAL_OUTPUT_S, POLL_S, TERM_S
+from .reaper import REQUESTS, die_with_launcher, signal_group
+from .supervise import DRAIN_S, FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
 START_S = 3.0  # for the remote shells, beside the time-out of processes that wait for each other
 TIMEOUT_S = 300.0  # without SINGA_LITE_TIMEOUT_S, as comm/base.py has it, which imports numpy
+PROBE_S = 5.0  # for the answer of a host that may be lost
 LATE_CODE = -1  # in place of mpiexec's: not all processes have started in time
+LOST_CODE = 255  # of mpiexec where it cannot reach a host or has lost one
 ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 OF_ANOTHER_JOB = (
@@ -147,6 +149,8 @@ def launch_host_round(
             f"launch: no process has started on {', '.join(missing)} within {patience_s:g} s: the host or its remote "
             "shell does not answer; see --timeout-s if it only needs longer"
         )
+    elif code == LOST_CODE and not signals and not notes.failed:
+        write_report(_loss_of_host(missing, list(dict.fromkeys(hosts)), placement.rsh, signals))
     has_progress, code = progress.is_there, 1 if error else code
     return Round(code, failed, steps, started_at, time.time(), error, has_progress)
 
@@ -159,6 +163,60 @@ def _timeout_s(options: LaunchOptions) -> float:
         return max(0.0, float(env("SINGA_LITE_TIMEOUT_S") or TIMEOUT_S))
     except ValueError:  # the processes say so
         return TIMEOUT_S
+
+
+def _loss_of_host(
+    missing: Sequence[str], hosts: Sequence[str], rsh: Sequence[str], signals: Sequence[int]
+) -> str:
+    """Return in words which hosts mpiexec could not reach or has lost, by asking those that may be.
+
+    Args:
+        missing: hosts on which not all processes had started.
+        hosts: all.
+    """
+    suspects = missing or hosts
+    silent = _unreachable(suspects, rsh, signals)
+    if silent:
+        return f"mpiexec could not reach, or has lost: {', '.join(f'{host} ({why})' for host, why in silent.items())}"
+    if missing:
+        return (
+            f"mpiexec has ended before all processes had started on {', '.join(missing)}, which answers now"
+        )
+    return f"mpiexec has lost the connection to one of {', '.join(hosts)}; all answer now"
+
+
+def _unreachable(hosts: Sequence[str], rsh: Sequence[str], signals: Sequence[int]) -> dict[str, str]:
+    """Return why the remote shell cannot run a command on some of ``hosts``; nothing once a signal has come."""
+    asked = {
+        host: subprocess.Popen(
+            [*rsh, "-x", host, "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_launcher(),
+        )
+        for host in hosts
+        if not is_this_host(host)
+    }
+    deadline = time.monotonic() + PROBE_S
+    while any(process.poll() is None for process in asked.values()):
+        if signals or time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    codes = {host: process.poll() for host, process in asked.items()}
+    for process in asked.values():
+        signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+    if signals:
+        return {}
+    return {
+        host: f"no answer within {PROBE_S:g} s"
+        if code is None
+        else f"the remote shell ends with {how_ended(code)}"
+        for host, code in codes.items()
+        if code != 0
+    }
 
 
 def find_mpiexec() -> tuple[str, int]:

@@ -464,6 +464,35 @@ def test_a_host_that_does_not_answer_is_named_after_the_time_out(tmp_path, resta
     assert_nothing_left(tmp_path)
 
 
+@needs_mpi
+def test_a_host_that_cannot_be_reached_is_named_beside_what_mpiexec_says(tmp_path):
+    command = command_on_hosts(tmp_path, str(write_script(tmp_path, "import time\ntime.sleep(600)")))
+    agent_without(tmp_path, "echo no route >&2; exit 255")
+    result = run_in(tmp_path, command)
+    assert result.returncode == 255
+    last = (
+        "singa-lite run: mpiexec could not reach, or has lost: d2 (the remote shell ends with exit code 255)"
+    )
+    assert "no route\n" in result.stderr and result.stderr.splitlines()[-1] == last
+    assert_nothing_left(tmp_path)
+
+
+@needs_mpi
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_host_that_is_lost_later_is_named_unless_it_answers_again(tmp_path, is_back):
+    script = write_script(tmp_path, ALONE + "(folder / f'up-{rank}').touch()\ntime.sleep(600)")
+    command = command_on_hosts(tmp_path, str(script))
+    lose = f'sh -c "exec $*" & until test -e {tmp_path}/up-0 -a -e {tmp_path}/up-1; do sleep .1; done; kill -9 $!'
+    back = "exit 0" if is_back else "exit 3"
+    agent_without(tmp_path, f"cd {tmp_path}; test ! -e lost || {back}; {lose}; touch lost; exit 255")
+    result = run_in(tmp_path, command)
+    assert result.returncode == 255
+    lost = "mpiexec could not reach, or has lost: d2 (the remote shell ends with exit code 3)"
+    expected = "mpiexec has lost the connection to one of d1, d2; all answer now" if is_back else lost
+    assert result.stderr.splitlines()[-1] == f"singa-lite run: {expected}"
+    assert_nothing_left(tmp_path)
+
+
 def test_notes_are_taken_out_of_what_is_passed_on_wherever_it_is_cut():
     for cut in range(150):
         notes = HostNotes(2)
