@@ -802,3 +802,14 @@ def test_a_version_that_cannot_be_printed_is_a_line_of_error():
             env=fresh_environment(PYTHONUNBUFFERED="1"),
         )
     assert (result.returncode, result.stderr) == (1, "singa-lite: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("words", ["info", "--version", "plan -n 2", "inspect 1", "--help", "run --help"])
+def test_a_command_that_cannot_print_fails(words):
+    for unbuffered in ("", "1"):
+        command = f"{shlex.quote(sys.executable)} -m singa_lite {words}"
+        closed = run_command(["sh", "-c", f"exec {command} >&-"], PYTHONUNBUFFERED=unbuffered)
+        assert (closed.returncode, closed.stderr) == (1, "singa-lite: the standard output is closed\n")
+        if "--" in words:
+            full = run_command(["sh", "-c", f"exec {command} > /dev/full"], PYTHONUNBUFFERED=unbuffered)
+            assert full.returncode != 0 and "No space left on device" in full.stderr
