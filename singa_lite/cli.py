@@ -21,10 +21,27 @@ DESCRIPTION = (
     "run starts ranks, inspect shows what they do, bench compares dist_options, plan predicts their step times, "
     "trace joins the parts of a trace, info says what works on this machine"
 )
+WITHOUT_OUTPUT = ("run", "trace")  # commands that do more than print
 BENCHES = (
     "sync: train with several dist_options and compare them; compare: two results of sync; "
     "allreduce: time collectives"
 )
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's, but help that cannot be written is an error."""
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help to ``file`` (None: the output); OSError if that cannot be."""
+        if file is None:
+            _check_output()
+        print(self.format_help(), end="", file=file, flush=True)
+
+
+def _check_output() -> None:
+    """Raise OSError if what is printed would be lost without a word."""
+    if sys.stdout is None:
+        raise OSError("the standard output is closed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,12 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # paths that it cannot encode
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="singa-lite", description=DESCRIPTION)
+    parser = Parser(prog="singa-lite", description=DESCRIPTION)
+    return run_command(parser, lambda: _run(parser, words))
+
+
+def _run(parser: Parser, words: list[str]) -> int:
     parser.add_argument("--version", action="store_true", help="print the version of this package")
+    if words and words[0] not in WITHOUT_OUTPUT:
+        _check_output()
     if words == ["--version"]:
         from .info_command import print_version
 
-        return run_command(parser, print_version)
+        return print_version()
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     named = [COMMANDS[word] for word in words[:1] if word in COMMANDS]
     # only the one: `run` would start later by what `plan` and `info` import

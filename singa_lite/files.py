@@ -152,6 +152,13 @@ def try_lock(handle: int) -> bool | None:
     return True
 
 
+def unlock(handle: int) -> None:
+    """Release the lock of an open file or folder, if there is one."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+
+
 def _remove_abandoned(target: Path) -> None:
     """Remove what killed writers of ``target`` left, see Note [temporaries]."""
     if fcntl is None:

@@ -105,13 +105,43 @@ def launcher_and_job() -> tuple[str, Job]:
             rank, size = _rank_and_size(rank_name, size_name)
             if size > 1 and _is_child_of_mpi_rank():
                 raise _not_rank_error(rank, size)
+            if size == 1:  # srun or mpiexec may have started one torchrun a host
+                _refuse_torchrun()
             return launcher, _job(rank, size, "", "mpi")
     if AT_START:  # each process would train alone
         raise CommError(
             f"find_world: {AT_START[0]} was set when this process started and is not now; leave the launcher's "
             "variables in the environment, or give this process a world of its own (world_size=1, or a NcclIdHolder)"
         )
+    _refuse_torchrun()
     return "", _job(0, 1, "", "")
+
+
+def _refuse_torchrun() -> None:
+    """Raise CommError for one of several processes of torchrun, each of which would train alone."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if os.environ.get("TORCHELASTIC_RUN_ID") and re.fullmatch(r"[0-9]+", size) and int(size) > 1:
+        raise CommError(
+            f"find_world: torchrun started this process as rank {os.environ.get('RANK', '?')} of {size}, and its "
+            "variables make no world here; start the script with `singa-lite run` or mpiexec, or give this process a "
+            "world of its own (world_size=1, or a NcclIdHolder)"
+        )
+
+
+def task_of_mpi() -> tuple[str, int, int] | None:
+    """Return what launched this process as one of several tasks of MPI or Slurm, which of them it is, and their number.
+
+    None for the only task, for a batch script, for what a rank of an MPI job has started by itself, and where the
+    variables are damaged.
+    """
+    for launcher, (size_name, rank_name) in LAUNCHERS.items():
+        if os.environ.get(size_name):
+            try:
+                rank, size = _rank_and_size(rank_name, size_name)
+            except CommError:
+                return None
+            return (launcher, rank, size) if size > 1 and not _is_child_of_mpi_rank() else None
+    return None
 
 
 def mark_mpi_rank() -> None:

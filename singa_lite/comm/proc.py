@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-STATE, PARENT, START_TIME = 0, 1, 19  # of ``stat_fields``; the start in the kernel's ticks
+STATE, PARENT, GROUP, START_TIME = 0, 1, 2, 19  # of ``stat_fields``; the start in the kernel's ticks
 
 
 def stat_fields(pid: int | str) -> list[str]:

@@ -52,7 +52,7 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
         yield {"SINGA_LITE_TRACE": str(folder)}
     finally:
         try:
-            message = join_trace(folder, path)
+            message = join_trace(folder, path, is_over=True)
         except (CommError, CheckpointError, OSError) as error:
             message = str(error)
         finally:
@@ -120,15 +120,22 @@ def _compare_clocks_again(pairs: Mapping[int, Communicator], writer: TraceWriter
             _compare_clocks(pairs, writer, LEAVE_S)
 
 
-def join_trace(folder: Path, path: Path) -> str:
+def join_trace(folder: Path, path: Path, is_over: bool = False) -> str:
     """Join the parts of a trace in ``folder``, write it to ``path`` and remove them; return a line about it.
 
+    Args:
+        is_over: all processes have ended; if not, those that still write are known by the locks of their parts.
+
     Raises:
-        CommError: there are no parts, or one is damaged. OSError, CheckpointError: a file cannot be read or written.
-            The parts stay.
+        CommError: there are no parts, or one is damaged; or processes still write, and ``path`` has what they did so
+            far. OSError, CheckpointError: a file cannot be read or written. The parts stay.
     """
     files = _parts_in(folder)
+    num_written = 0 if is_over else sum(map(_is_written, files))
     parts = [read_part(file.read_bytes().splitlines(), str(file)) for file in files]
+    parts = [
+        part for part in parts if part.pid
+    ]  # not of a process that was killed, or had no disk, before its first line
     if not parts:
         raise CommError(
             f"trace {path}: no process has written a part to {folder}, which all hosts of the job must share"
@@ -140,12 +147,27 @@ def join_trace(folder: Path, path: Path) -> str:
     trace = chrome_trace(known)
     with atomic_file(path) as written:
         written.write(json.dumps(trace).encode())
+    if num_written:
+        raise CommError(
+            f"trace {path}: {num_written} processes still write to {folder}: it has what {len(known)} processes did so "
+            "far, and all parts stay; join them again when the processes have ended"
+        )
     for file in files:
-        file.unlink()
+        if is_over or not _is_written(file):  # its process may have made it a moment before the first look
+            file.unlink()
     with contextlib.suppress(OSError):  # other files are in it
         folder.rmdir()
     cut = ", of the first steps alone" if any(part.is_cut for part in parts) else ""
     return f"trace of {len(known)} processes{cut}: {path}; open it in ui.perfetto.dev or chrome://tracing"
+
+
+def _is_written(file: Path) -> bool:
+    """Return whether the process of a part still writes it; False where the file system has no locks."""
+    handle = os.open(file, os.O_RDWR)
+    try:
+        return try_lock(handle) is False
+    finally:
+        os.close(handle)
 
 
 def _parts_in(folder: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config import env, state
 from ..error_stream import tell
+from ..files import try_lock, unlock
 
 MAX_STEPS = 1000  # of a process: viewers of traces stop at about a million events
 SUFFIX = ".trace-part"
@@ -24,6 +25,8 @@ SUFFIX = ".trace-part"
 
 class TraceWriter:
     """One process's part of a trace: lines of JSON, each written at once, so that a killed process leaves them.
+
+    The file is locked until it is closed.
 
     The first line names the process; ``add_facts`` adds what is known later, such as its rank. A part that cannot be
     written ends with a message; the process goes on.
@@ -40,7 +43,7 @@ class TraceWriter:
         self._file: Any = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"{os.urandom(8).hex()}{SUFFIX}").open("ab", buffering=0)
+            self._file = _new_part(folder)
         except OSError as error:
             self._stop_writing(error)
         self.add_facts(pid=self.pid, rank=env("SINGA_LITE_RANK"), restart=env("SINGA_LITE_RESTART"))
@@ -81,11 +84,23 @@ class TraceWriter:
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
+                unlock(file.fileno())  # which children that were forked have as well
                 file.close()
 
     def _stop_writing(self, error: OSError) -> None:
         self._close_file()
         tell(f"singa_lite: the trace of process {self.pid} ends here: {error}\n")
+
+
+def _new_part(folder: Path) -> Any:
+    """Return a new file in ``folder`` with its lock, which says that its process writes it."""
+    while True:
+        path = folder / f"{os.urandom(8).hex()}{SUFFIX}"
+        file = path.open("ab", buffering=0)
+        if try_lock(file.fileno()) is not False and path.exists():
+            return file
+        file.close()  # who joins the parts took it for one of a process that has ended, between these two lines
+        path.unlink(missing_ok=True)
 
 
 def trace_of_process() -> TraceWriter | None:

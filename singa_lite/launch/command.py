@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..comm.job import LAUNCHERS, task_of_mpi
 from ..comm.link import parse_link
 from ..path_arguments import folder
 from .hosts import read_hosts
@@ -148,6 +149,7 @@ def launch_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         OptionError: an argument that is wrong, or not for this use. CommError: the processes cannot be started.
         BrokenPipeError: the reader of the output has gone; all ranks are ended.
     """
+    _check_is_alone(parser)
     _check_numbers(parser, options)
     given = LaunchOptions(
         timeout_s=options.timeout_s,
@@ -206,6 +208,18 @@ def _tracing(path: Path | None) -> AbstractContextManager[dict[str, str]]:
     from ..comm.trace_file import tracing  # Note [imports]
 
     return tracing(path)
+
+
+def _check_is_alone(parser: argparse.ArgumentParser) -> None:
+    """Refuse to be one of several launchers, which MPI or Slurm have started and of which each would have a job."""
+    task = task_of_mpi()
+    if task is not None:
+        launcher, rank, size = task
+        parser.error(
+            f"this launcher is task {rank} of {size} of {launcher}, and each would start a job of its own; start the "
+            "script itself with that, or one launcher, with -H for several hosts (where separate jobs are meant: unset "
+            f"{LAUNCHERS[launcher][0]})"
+        )
 
 
 def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

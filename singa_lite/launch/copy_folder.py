@@ -7,21 +7,28 @@ What lives here: what is copied and how. What does not: which hosts there are (h
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import platform
 import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from ..comm.proc import GROUP, stat_fields
 from ..errors import CommError, OptionError
+from .hosts import is_this_host
 
 POLL_S = 0.05  # how soon a signal is noticed
+LOOK_S = 0.5  # how often the bytes of copies are looked at
 ALWAYS_LEFT_OUT = (".git", "__pycache__")  # at any depth
+
+
+Counts = dict[str, str]  # of each process of a copy what Linux has counted: bytes read and written
 
 
 class FolderCopy:
@@ -46,24 +53,41 @@ class FolderCopy:
                 f"{where} is the current folder itself; name another one, or leave the option out if all hosts see it"
             )
         self._source, self._destination, self._rsh = source, destination, list(rsh)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []  # with their hosts
         self._is_over = False
+        self._next_look = 0.0
 
-    def run(self, hosts: Sequence[str], is_over: Callable[[], bool]) -> None:
+    def run(self, hosts: Sequence[str], is_over: Callable[[], bool], silence_s: float = math.inf) -> None:
         """Copy to all ``hosts`` at the same time, by rsync where both sides have it, else by tar.
 
         Args:
             hosts: their names, each once.
             is_over: asked again and again; once it returns True the copying ends, without an error.
+            silence_s: after which a copy that moves no byte has failed; on Linux only, where that can be seen.
 
         Raises:
             CommError: a copy has failed; what rsync, tar or the remote shell wrote follows.
         """
+        seen: dict[str, tuple[Counts, float]] = {}  # of each host, and since when they have not changed
+        silent: list[str] = []
         with ThreadPoolExecutor(len(hosts)) as pool:
             copies = {pool.submit(self._copy_to, host): host for host in hosts}
-            while wait(copies, POLL_S).not_done:
+            while not_done := wait(copies, POLL_S).not_done:
                 if is_over():
                     self._end()
+                elif not silent:
+                    self._look(seen)
+                    late = [
+                        host for host, (_, since) in seen.items() if time.monotonic() - since >= silence_s
+                    ]
+                    silent = [copies[copy] for copy in not_done if copies[copy] in late]
+                    if silent:
+                        self._end()
+        if silent:
+            raise CommError(
+                f"launch: cannot copy {self._source} to {self._destination} on {', '.join(sorted(silent))}: nothing "
+                f"has moved for {silence_s:g} s, as the host or its remote shell does not answer; see --timeout-s"
+            )
         failed = [(host, copy.result()) for copy, host in copies.items() if copy.result()]
         if failed and not self._is_over:
             host, error = failed[0]
@@ -71,9 +95,27 @@ class FolderCopy:
                 f"launch: cannot copy {self._source} to {self._destination} on {host}: {error.strip()}"
             )
 
+    def _look(self, seen: dict[str, tuple[Counts, float]]) -> None:
+        """Note in ``seen`` which copies have moved bytes since the last look, which is at least LOOK_S ago."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        host_of = {process.pid: host for host, process in list(self._processes)}  # by process group
+        counts: dict[str, Counts] = {host: {} for host in host_of.values()}
+        for path in Path("/proc").glob("[0-9]*"):
+            fields = stat_fields(path.name)
+            host = host_of.get(int(fields[GROUP])) if fields else None
+            if host is not None:
+                with contextlib.suppress(OSError):
+                    counts[host][path.name] = (path / "io").read_text()
+        for host, found in counts.items():
+            if not found or host not in seen or seen[host][0] != found:
+                seen[host] = found, now
+
     def _copy_to(self, host: str) -> str:
         """Return "" or why nothing could be copied to ``host``."""
-        shell = ["sh", "-c"] if host in ("localhost", "127.0.0.1", platform.node()) else [*self._rsh, host]
+        shell = ["sh", "-c"] if is_this_host(host) else [*self._rsh, host]
         folder = shlex.quote(str(self._destination))
         if shutil.which("rsync"):
             anchored = [f"/{path}" for path in self._left_out()]
@@ -83,12 +125,12 @@ class FolderCopy:
             if shell[0] == "sh":
                 os.makedirs(self._destination, exist_ok=True)
             there = f"{self._destination}/" if shell[0] == "sh" else f"{host}:{self._destination}/"
-            if not self._run(["rsync", "-e", shlex.join(self._rsh), *options, there]):
+            if not self._run(host, ["rsync", "-e", shlex.join(self._rsh), *options, there]):
                 return ""
         anchored = [f"./{path}" for path in self._left_out()]
         excludes = [f"--exclude={path}" for path in (*ALWAYS_LEFT_OUT, *anchored)]
         pack = ["tar", "-cf", "-", "-C", str(self._source), *excludes, "."]
-        return self._run(pack, [*shell, f"mkdir -p {folder} && tar -xf - -C {folder}"])
+        return self._run(host, pack, [*shell, f"mkdir -p {folder} && tar -xf - -C {folder}"])
 
     def _left_out(self) -> list[str]:
         """Return the paths in the source that stay behind: virtual environments, and the destination if it is there."""
@@ -98,7 +140,7 @@ class FolderCopy:
             paths.append(self._source / destination.relative_to(self._source.resolve()))
         return [str(path.relative_to(self._source)) for path in paths]
 
-    def _run(self, *commands: list[str]) -> str:
+    def _run(self, host: str, *commands: list[str]) -> str:
         """Run commands that each read the output of the one before; return "" or what they wrote as they failed."""
         with tempfile.TemporaryFile() as errors:
             pipeline: list[subprocess.Popen[bytes]] = []
@@ -110,7 +152,7 @@ class FolderCopy:
                 pipeline.append(
                     subprocess.Popen(command, stdin=before, stdout=out, stderr=errors, start_new_session=True)
                 )
-                self._processes.append(pipeline[-1])
+                self._processes.append((host, pipeline[-1]))
                 if pipeline[1:] and pipeline[-2].stdout is not None:
                     pipeline[-2].stdout.close()  # or the first would not notice the end of the second
             codes = [process.wait() for process in pipeline]
@@ -120,6 +162,6 @@ class FolderCopy:
 
     def _end(self) -> None:
         self._is_over = True
-        for process in self._processes:
+        for _, process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ What does not live here: starting anything there (several_hosts.py).
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ def place(hosts: Sequence[Host], num_workers: int, num_servers: int) -> list[str
     workers = [slots[rank % len(slots)] for rank in range(num_workers)]
     servers = [(workers[-1] + 1 + number) % len(hosts) for number in range(num_servers)]
     return [hosts[index].name for index in workers + servers]
+
+
+def is_this_host(name: str) -> bool:
+    """Return whether ``name`` is one of this host itself, for which no remote shell is needed."""
+    return name in ("localhost", "127.0.0.1", platform.node())
 
 
 def without_slot(hosts: Sequence[Host], name: str) -> list[Host]:

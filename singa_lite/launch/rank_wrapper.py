@@ -196,20 +196,22 @@ def main(command: list[str]) -> int:
     job: dict[str, Any] = json.loads(os.environ.pop("SINGA_LITE_WRAPPER"))
     process = job["processes"][int(os.environ["PMI_RANK"])]
     name = f"{process['name']} on {process['host']}"
+    note(job, "started")
     try:
         os.chdir(job["folder"])
         output = Output(process["prefix"], open_log(job["log_dir"], process["log"]))
         script = Script(command, environ_of(job, process))
     except OSError as error:
-        return _give_up(f"{name} cannot start: {error}")
+        return _give_up(job, f"{name} cannot start: {error}")
     try:
         code = script.wait(output)
     except LogError as error:
-        return _give_up(f"{name} {error}")
+        return _give_up(job, f"{name} {error}")
     if script.stop_signals:  # the others have them too, and end in their own time
         return code if code >= 0 else 128 - code
     if code or script.is_lost:
         note_failure(code or 1, output.distance_to_cause)
+        note(job, "failed")
     if code >= 0 and (code or script.is_lost):
         _report(output, f"{name} failed (exit code {code})")
         script.pause(FINAL_OUTPUT_S)
@@ -223,9 +225,10 @@ def main(command: list[str]) -> int:
     return 128 - code
 
 
-def _give_up(reason: str) -> int:
+def _give_up(job: dict[str, Any], reason: str) -> int:
     """End the job for want of something that this process needs; return its exit code."""
     _report(None, reason)
+    note(job, "failed")
     note_failure(1, 0)
     wait_until_read(2)
     abort_job(1)
@@ -271,6 +274,13 @@ def environ_of(job: dict[str, Any], process: dict[str, str]) -> dict[str, str]:
         num_threads = 1 if role == "server" else max(1, (cores - num_servers) // max(1, num_workers))
         environ["OMP_NUM_THREADS"] = str(num_threads)
     return environ
+
+
+def note(job: dict[str, Any], word: str) -> None:
+    """Tell the launcher that this process has "started" or "failed": it takes such a line out (host_notes.py)."""
+    if "token" in job:
+        with contextlib.suppress(OSError):
+            _write_all(2, f"[singa-lite {job['token']} {word} {os.environ['PMI_RANK']}]\n".encode())
 
 
 def note_failure(code: int, distance_to_cause: int) -> None:

@@ -32,14 +32,21 @@ from ..comm.inspect_job import reports_at_sigquit
 from ..comm.job import INSTALL
 from ..comm.proc import parents
 from ..comm.progress import NAME, ProgressFile
+from ..config import env
 from ..errors import CommError, OptionError
 from .copy_folder import FolderCopy
-from .hosts import Host, place
+from .host_notes import HostNotes
+from .hosts import Host, is_this_host, place
 from .one_host import LaunchOptions, Round, cause_of, common_environment, open_standard_descriptors
 from .process_names import role_names
-from .reaper import REQUESTS, die_with_launcher
-from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S
+from .reaper import REQUESTS, die_with_launcher, signal_group
+from .supervise import DRAIN_S, FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
+START_S = 3.0  # for the remote shells, beside the time-out of processes that wait for each other
+TIMEOUT_S = 300.0  # without SINGA_LITE_TIMEOUT_S, as comm/base.py has it, which imports numpy
+PROBE_S = 5.0  # for the answer of a host that may be lost
+LATE_CODE = -1  # in place of mpiexec's: not all processes have started in time
+LOST_CODE = 255  # of mpiexec where it cannot reach a host or has lost one
 ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 OF_ANOTHER_JOB = (
@@ -92,7 +99,7 @@ def launch_host_round(
         signals: those that have come to this process, see ``noted_signals``.
 
     Returns:
-        How it ended; ``code`` as ``launch`` returns it.
+        How it ended; ``code`` as ``launch`` returns it. Its ``error``: processes have not started in time.
 
     Raises:
         CommError: there is no mpiexec of MPICH, no remote shell, or the folder cannot be copied.
@@ -110,17 +117,18 @@ def launch_host_round(
         command = _in_folder(command, folder)
     progress = ProgressFile(checkpoint / NAME if checkpoint else None, len(hosts))
     environ = _environment(placement, options) | progress.environ
-    environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement, folder, options)
+    notes, patience_s = HostNotes(len(hosts)), _timeout_s(options) + START_S
+    environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement, folder, options, notes.token)
     wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
     start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
     try:
         if copy:
-            copy.run(sorted(set(hosts)), lambda: bool(signals))
+            copy.run(sorted(set(hosts)), lambda: bool(signals), patience_s)
         code, is_asked = 0, False
         if not signals:
             arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
             with reports_at_sigquit(write_report):
-                code, is_asked = _supervise(arguments, environ, signals, progress, options)
+                code, is_asked = _supervise(arguments, environ, signals, progress, options, notes, patience_s)
         steps, failed = progress.steps(), cause_of(*progress.first_failure())
     finally:
         progress.remove()
@@ -134,8 +142,81 @@ def launch_host_round(
         )
         write_report(text)
         code = 0 if is_well else 128 + signals[0]
-    has_progress = progress.is_there
-    return Round(code, failed, steps, started_at, time.time(), has_progress=has_progress)
+    missing = list(dict.fromkeys(host for rank, host in enumerate(hosts) if rank not in notes.started))
+    error = None
+    if code == LATE_CODE and not signals:
+        error = CommError(
+            f"launch: no process has started on {', '.join(missing)} within {patience_s:g} s: the host or its remote "
+            "shell does not answer; see --timeout-s if it only needs longer"
+        )
+    elif code == LOST_CODE and not signals and not notes.failed:
+        write_report(_loss_of_host(missing, list(dict.fromkeys(hosts)), placement.rsh, signals))
+    has_progress, code = progress.is_there, 1 if error else code
+    return Round(code, failed, steps, started_at, time.time(), error, has_progress)
+
+
+def _timeout_s(options: LaunchOptions) -> float:
+    """Return the seconds that processes wait for each other."""
+    if options.timeout_s is not None:
+        return options.timeout_s
+    try:
+        return max(0.0, float(env("SINGA_LITE_TIMEOUT_S") or TIMEOUT_S))
+    except ValueError:  # the processes say so
+        return TIMEOUT_S
+
+
+def _loss_of_host(
+    missing: Sequence[str], hosts: Sequence[str], rsh: Sequence[str], signals: Sequence[int]
+) -> str:
+    """Return in words which hosts mpiexec could not reach or has lost, by asking those that may be.
+
+    Args:
+        missing: hosts on which not all processes had started.
+        hosts: all.
+    """
+    suspects = missing or hosts
+    silent = _unreachable(suspects, rsh, signals)
+    if silent:
+        return f"mpiexec could not reach, or has lost: {', '.join(f'{host} ({why})' for host, why in silent.items())}"
+    if missing:
+        return (
+            f"mpiexec has ended before all processes had started on {', '.join(missing)}, which answers now"
+        )
+    return f"mpiexec has lost the connection to one of {', '.join(hosts)}; all answer now"
+
+
+def _unreachable(hosts: Sequence[str], rsh: Sequence[str], signals: Sequence[int]) -> dict[str, str]:
+    """Return why the remote shell cannot run a command on some of ``hosts``; nothing once a signal has come."""
+    asked = {
+        host: subprocess.Popen(
+            [*rsh, "-x", host, "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_launcher(),
+        )
+        for host in hosts
+        if not is_this_host(host)
+    }
+    deadline = time.monotonic() + PROBE_S
+    while any(process.poll() is None for process in asked.values()):
+        if signals or time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    codes = {host: process.poll() for host, process in asked.items()}
+    for process in asked.values():
+        signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+    if signals:
+        return {}
+    return {
+        host: f"no answer within {PROBE_S:g} s"
+        if code is None
+        else f"the remote shell ends with {how_ended(code)}"
+        for host, code in codes.items()
+        if code != 0
+    }
 
 
 def find_mpiexec() -> tuple[str, int]:
@@ -223,7 +304,12 @@ def write_report(text: str) -> None:
 
 
 def _describe(
-    hosts: Sequence[str], num_workers: int, placement: Placement, folder: Path, options: LaunchOptions
+    hosts: Sequence[str],
+    num_workers: int,
+    placement: Placement,
+    folder: Path,
+    options: LaunchOptions,
+    token: str,
 ) -> str:
     """Return what rank_wrapper.py must know. It travels in the environment, which other users cannot read."""
     names = role_names(num_workers, len(hosts) - num_workers)
@@ -243,6 +329,7 @@ def _describe(
             "log_dir": str(options.log_dir.absolute()) if options.log_dir else None,
             "folder": str(placement.copy_to or folder),
             "sharing": {host: [workers[host], servers[host]] for host in first},
+            "token": token,
         }
     )
 
@@ -253,23 +340,43 @@ def _supervise(
     signals: Sequence[int],
     progress: ProgressFile,
     options: LaunchOptions,
+    notes: HostNotes,
+    patience_s: float,
 ) -> tuple[int, bool]:
     """Run mpiexec to its end and pass ``signals``, which grow, on to its processes.
 
+    Args:
+        notes: takes those of the processes.
+        patience_s: seconds after which all processes must have started.
+
     Returns:
-        mpiexec's exit code, and whether the processes got the first signal as a request to stop: if the progress file
-        says that ranks take it as one, and there are no servers, as mpiexec sends it to all processes.
+        mpiexec's exit code, LATE_CODE if it was killed as a process had not started, and whether the processes got the
+        first signal as a request to stop: if the progress file says that ranks take it as one, and there are no
+        servers, as mpiexec sends it to all processes.
     """
     before = _children()
     adopt_orphans(True)
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, env=environ, start_new_session=True, preexec_fn=die_with_launcher()
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environ,
+        start_new_session=True,
+        preexec_fn=die_with_launcher(),
     )
+    assert process.stderr is not None
+    notes.follow(os.dup(process.stderr.fileno()))
+    process.stderr.close()
     endings = [signal.SIGTERM, signal.SIGKILL]
-    deadline, is_asked = float("inf"), False
+    deadline, is_asked, is_late = float("inf"), False, False
+    start_deadline = time.monotonic() + patience_s
     try:
         while process.poll() is None:
             time.sleep(POLL_S)
+            if time.monotonic() >= start_deadline and not signals and not is_late:
+                start_deadline, is_late = float("inf"), not notes.have_all_started
+                if is_late:
+                    process.kill()
             is_second = len(signals) - signals.count(signal.SIGUSR1) > 1
             may_ask = all(number in REQUESTS for number in signals)
             if is_asked and not may_ask:  # after the request
@@ -286,6 +393,10 @@ def _supervise(
         process.wait()
         end_orphans(before)
         adopt_orphans(False)
+        given_up_at = time.monotonic() + DRAIN_S
+        notes.finish(lambda: bool(signals) and time.monotonic() > given_up_at)
+    if is_late:
+        return LATE_CODE, False
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return code, is_asked
 

@@ -21,7 +21,8 @@ Result = TypeVar("Result")
 PATIENT = (
     "import sys; from singa_lite import cli, info_command; "
     "from singa_lite.launch import one_host, restart, several_hosts, supervise; "
-    f"one_host.DRAIN_S = restart.DRAIN_S = supervise.DRAIN_S = info_command.LIMIT_S = {LIMIT_S}; "
+    f"one_host.DRAIN_S = restart.DRAIN_S = several_hosts.DRAIN_S = supervise.DRAIN_S = {LIMIT_S}; "
+    f"info_command.LIMIT_S = {LIMIT_S}; "
     f"several_hosts.FINAL_OUTPUT_S = supervise.FINAL_OUTPUT_S = supervise.ALIVE_S = {LIMIT_S}; "
     "sys.exit(cli.main())"
 )

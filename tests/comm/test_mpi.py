@@ -22,7 +22,14 @@ from singa_lite.comm import mpi
 from singa_lite.comm.combine import combine
 from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES
 from singa_lite.errors import CommError
-from tests.comm.processes import assert_nothing_left, at_once, run_command, wait_until, write_script
+from tests.comm.processes import (
+    assert_nothing_left,
+    at_once,
+    launch_command,
+    run_command,
+    wait_until,
+    write_script,
+)
 from tests.limits import LIMIT_S
 from tests.ranks import _mpiexec, mpi_missing, run_ranks
 from tests.slow_cases import slow_but_first
@@ -512,3 +519,21 @@ def test_the_ranks_of_a_job_share_the_cores(tmp_path):
     result = mpi_job(tmp_path, text, size=2)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert result.stdout.splitlines() == [f"[{share}]"] * 2, result.stderr
+
+
+STARTS_A_JOB = """
+if rank == 1:
+    import subprocess
+    start = [sys.executable, "-m", "singa_lite", "run", "-n", "2", "-m", "this"]
+    ended = subprocess.run(start, stdout=subprocess.PIPE, text=True)
+    sys.stdout.write(f"{ended.returncode} {ended.stdout.count('Beautiful')}\\n")
+"""
+
+
+def test_a_rank_may_start_a_job_but_mpiexec_no_launchers(tmp_path):
+    result = mpi_job(tmp_path, STEP + STARTS_A_JOB)
+    assert (result.returncode, result.stdout) == (0, "0 2\n"), result.stderr
+    command = [_mpiexec() or "", "-n", "2", *launch_command(write_script(tmp_path, "print('up')"), 2)]
+    result = run_command(command, **OPEN_MPI)
+    assert result.returncode != 0 and result.stdout == ""
+    assert re.search(r"this launcher is task [01] of 2 of \w+", result.stderr), result.stderr

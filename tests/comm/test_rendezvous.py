@@ -15,7 +15,7 @@ import pytest
 from singa_lite import config
 from singa_lite.comm import job, rendezvous
 from singa_lite.comm.base import World
-from singa_lite.comm.job import threads_per_rank
+from singa_lite.comm.job import OWN_VARIABLES, launched_job, threads_per_rank
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.rendezvous import (
     NcclIdHolder,
@@ -142,6 +142,27 @@ def test_a_single_task_is_alone(monkeypatch, names):
     for name, value in zip(names, ("1", "0"), strict=True):
         monkeypatch.setenv(name, value)
     assert find_world() == World()
+
+
+@pytest.mark.parametrize("outer", [{}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}])
+def test_a_process_of_torchrun_is_not_alone_by_mistake(monkeypatch, outer):
+    ours = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "RANK": "3", **outer}
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        CommError, match=r"torchrun started this process as rank 3 of 4, .*singa-lite run.* or mpiexec"
+    ):
+        find_world()
+    assert find_world(world_size=1) == World()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_world() == World()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in (("PMI_SIZE", "2"), ("PMI_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert launched_job().size == 2
+    for name, value in zip(OWN_VARIABLES, ("id", "1", "3"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert find_world().size == 3
 
 
 def test_a_batch_allocation_is_no_world(monkeypatch):

@@ -345,6 +345,54 @@ def test_parts_are_joined_by_a_command(tmp_path, capsys):
     assert "no process has written a part" in str(ended.value)
 
 
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_parts_that_processes_still_write_are_left(tmp_path, capsys, end):
+    parts, out = tmp_path / "parts", tmp_path / "out.json"
+    ended = TraceWriter(parts)
+    ended.add_step([Span("forward", "", 1.0, 2.0)], [])
+    ended.close()
+    (parts / f"{'0' * 16}{trace_module.SUFFIX}").touch()  # of a process that had no time
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        still = TraceWriter(parts)
+        still.add_step([Span("forward", "", 2.0, 3.0)], [])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        os.write(writer, b"1")
+        signal.sigwait([signal.SIGUSR1])
+        still.add_step([Span("backward", "", 3.0, 4.0)], [])
+        still.close()
+        os._exit(0)
+    try:
+        os.read(reader, 1)
+        with pytest.raises(SystemExit) as refused:
+            cli.main(["trace", str(parts), str(out)])
+        message = f"{out}: 1 processes still write to {parts}: it has what 2 processes did so far, and all parts stay"
+        assert message in str(refused.value)
+        names = [event["name"] for event in json.loads(out.read_bytes())["traceEvents"] if event["ph"] == "X"]
+        assert names.count("forward") == 2 and len(list(parts.iterdir())) == 3
+    finally:
+        os.kill(child, signal.SIGUSR1 if end == "close" else signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert cli.main(["trace", str(parts), str(out)]) == 0
+    assert "trace of 2 processes" in capsys.readouterr().out
+    names = [event["name"] for event in json.loads(out.read_bytes())["traceEvents"] if event["ph"] == "X"]
+    assert names.count("backward") == (end == "close") and not parts.exists()
+
+
+def test_a_closed_part_is_not_written_though_a_forked_child_has_its_file(tmp_path):
+    writer = TraceWriter(tmp_path / "parts")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    writer.close()
+    try:
+        assert "trace of 1 processes" in join_trace(tmp_path / "parts", tmp_path / "out.json")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_path_that_the_output_cannot_encode_is_printed_with_escapes(tmp_path):
     TraceWriter(tmp_path / "parts").close()
     command = [sys.executable, "-m", "singa_lite", "trace", str(tmp_path / "parts"), str(tmp_path / "ü.json")]

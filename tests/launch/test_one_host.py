@@ -23,7 +23,7 @@ import pytest
 
 from singa_lite import cli, info_command, launch
 from singa_lite.backend.cpu.bfloat16 import describe
-from singa_lite.comm.job import threads_per_rank
+from singa_lite.comm.job import LAUNCHERS, threads_per_rank
 from singa_lite.errors import CommError, OptionError
 from singa_lite.launch import one_host
 from singa_lite.launch.output import RankOutput, Sink
@@ -361,6 +361,40 @@ def test_a_wrong_command_line_says_what_is_wrong(arguments, message, capsys):
         cli.main(["run", *arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+TASKS = [*((launcher, *names) for launcher, names in LAUNCHERS.items())]
+
+
+@pytest.mark.parametrize(("launcher", "size_name", "rank_name"), TASKS)
+def test_one_of_several_launchers_is_refused(tmp_path, monkeypatch, capsys, launcher, size_name, rank_name):
+    for name, value in ((size_name, "3"), (rank_name, "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "-n", "2", str(write_script(tmp_path, ""))])
+    assert ended.value.code == 2
+    message = (
+        f"this launcher is task 1 of 3 of {launcher}, and each would start a job of its own; start the script"
+    )
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        {
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS": "4",
+            "SLURM_PROCID": "0",
+            "SLURM_TASKS_PER_NODE": "4",
+        },  # sbatch
+    ],
+)
+def test_a_launcher_runs_as_the_only_task_and_in_a_batch_script(tmp_path, variables):
+    result = run_ranks_of(write_script(tmp_path, "print('up')"), 2, **variables)
+    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["[0] up", "[1] up"]), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -768,3 +802,14 @@ def test_a_version_that_cannot_be_printed_is_a_line_of_error():
             env=fresh_environment(PYTHONUNBUFFERED="1"),
         )
     assert (result.returncode, result.stderr) == (1, "singa-lite: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("words", ["info", "--version", "plan -n 2", "inspect 1", "--help", "run --help"])
+def test_a_command_that_cannot_print_fails(words):
+    for unbuffered in ("", "1"):
+        command = f"{shlex.quote(sys.executable)} -m singa_lite {words}"
+        closed = run_command(["sh", "-c", f"exec {command} >&-"], PYTHONUNBUFFERED=unbuffered)
+        assert (closed.returncode, closed.stderr) == (1, "singa-lite: the standard output is closed\n")
+        if "--" in words:
+            full = run_command(["sh", "-c", f"exec {command} > /dev/full"], PYTHONUNBUFFERED=unbuffered)
+            assert full.returncode != 0 and "No space left on device" in full.stderr

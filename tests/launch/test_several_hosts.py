@@ -19,11 +19,14 @@ from pathlib import Path
 import pytest
 
 from singa_lite import cli
+from singa_lite.comm.base import TIMEOUT_S
 from singa_lite.comm.job import threads_per_rank
 from singa_lite.errors import CommError, OptionError
 from singa_lite.launch import rank_wrapper, several_hosts
 from singa_lite.launch.copy_folder import FolderCopy
+from singa_lite.launch.host_notes import HostNotes
 from singa_lite.launch.hosts import Host, place, read_hosts
+from singa_lite.launch.one_host import LaunchOptions
 from tests.comm.hosts import names_missing, write_agent
 from tests.comm.processes import (
     assert_nothing_left,
@@ -435,6 +438,83 @@ def test_a_launcher_without_standard_streams_starts_hosts_all_the_same(tmp_path)
     assert len(list(tmp_path.glob("ran-*"))) == 4
 
 
+# ---- hosts that do not answer, or are lost ----------------------------------------------------------
+
+
+def agent_without(folder: Path, what: str) -> Path:
+    """An agent as ``write_agent`` makes, but on d2, for which it does ``what``."""
+    agent = write_agent(folder)
+    agent.write_text(agent.read_text().replace("exec", f"if test $host = d2; then {what}; fi\nexec", 1))
+    return agent
+
+
+@needs_mpi
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_host_that_does_not_answer_is_named_after_the_time_out(tmp_path, restarts):
+    script = write_script(tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(600)")
+    command = command_on_hosts(
+        tmp_path, str(script), options=("--timeout-s", "3", "--max-restarts", restarts)
+    )
+    agent_without(tmp_path, "sleep 600; exit 0")
+    result = run_in(tmp_path, command)
+    assert result.returncode == 1
+    assert sorted(set(result.stdout.splitlines())) == ["[s0] up", "[w0] up"]
+    message = "launch: no process has started on d2 within 6 s: the host or its remote shell does not answer"
+    assert result.stderr.count(message) == 1 + int(restarts), result.stderr
+    assert_nothing_left(tmp_path)
+
+
+@needs_mpi
+def test_a_host_that_cannot_be_reached_is_named_beside_what_mpiexec_says(tmp_path):
+    command = command_on_hosts(tmp_path, str(write_script(tmp_path, "import time\ntime.sleep(600)")))
+    agent_without(tmp_path, "echo no route >&2; exit 255")
+    result = run_in(tmp_path, command)
+    assert result.returncode == 255
+    last = (
+        "singa-lite run: mpiexec could not reach, or has lost: d2 (the remote shell ends with exit code 255)"
+    )
+    assert "no route\n" in result.stderr and result.stderr.splitlines()[-1] == last
+    assert_nothing_left(tmp_path)
+
+
+@needs_mpi
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_host_that_is_lost_later_is_named_unless_it_answers_again(tmp_path, is_back):
+    script = write_script(tmp_path, ALONE + "(folder / f'up-{rank}').touch()\ntime.sleep(600)")
+    command = command_on_hosts(tmp_path, str(script))
+    lose = f'sh -c "exec $*" & until test -e {tmp_path}/up-0 -a -e {tmp_path}/up-1; do sleep .1; done; kill -9 $!'
+    back = "exit 0" if is_back else "exit 3"
+    agent_without(tmp_path, f"cd {tmp_path}; test ! -e lost || {back}; {lose}; touch lost; exit 255")
+    result = run_in(tmp_path, command)
+    assert result.returncode == 255
+    lost = "mpiexec could not reach, or has lost: d2 (the remote shell ends with exit code 3)"
+    expected = "mpiexec has lost the connection to one of d1, d2; all answer now" if is_back else lost
+    assert result.stderr.splitlines()[-1] == f"singa-lite run: {expected}"
+    assert_nothing_left(tmp_path)
+
+
+def test_notes_are_taken_out_of_what_is_passed_on_wherever_it_is_cut():
+    for cut in range(150):
+        notes = HostNotes(2)
+        start, end = (f"[singa-lite {notes.token} {word}]\n" for word in ("started 0", "failed 1"))
+        other = f"[singa-lite 0123 started 1]\n[w0] [1\n[singa-lite {notes.token[:5]}"
+        text = f"[mpi{start}exec] a\n{other}{end}{start}[singa".encode()
+        assert len(text) > 150
+        passed = b"".join(map(notes.take, (text[:cut], text[cut:], b"")))
+        assert passed.decode() == f"[mpiexec] a\n{other}[singa"
+        assert (notes.started, notes.failed, notes.have_all_started) == ({0}, {1}, False)
+
+
+def test_the_launcher_waits_for_hosts_as_long_as_ranks_for_each_other(monkeypatch):
+    monkeypatch.delenv("SINGA_LITE_TIMEOUT_S", raising=False)
+    assert several_hosts._timeout_s(LaunchOptions()) == TIMEOUT_S
+    monkeypatch.setenv("SINGA_LITE_TIMEOUT_S", "7.5")
+    assert several_hosts._timeout_s(LaunchOptions()) == 7.5
+    assert several_hosts._timeout_s(LaunchOptions(timeout_s=2)) == 2
+    monkeypatch.setenv("SINGA_LITE_TIMEOUT_S", "soon")
+    assert several_hosts._timeout_s(LaunchOptions()) == TIMEOUT_S
+
+
 # ---- the copy ----------------------------------------------------------------------------------------
 
 
@@ -513,6 +593,25 @@ def test_a_copy_that_fails_names_the_host_and_the_reason(tmp_path, project):
         copy.run(["d1", "d2"], lambda: False)
     with pytest.raises(CommError, match=r"cannot copy .* on d1: .*file"):
         FolderCopy(project, tmp_path / "file", [str(agent)]).run(["d1"], lambda: False)
+
+
+def test_a_copy_without_a_byte_for_too_long_names_the_host(tmp_path, project):
+    agent = agent_without(tmp_path, "sleep 600; exit 0")
+    copy = FolderCopy(project, tmp_path / "copy", [str(agent)])
+    with pytest.raises(
+        CommError, match=r"cannot copy .*my project to .*copy on d2: nothing has moved for 2 s, as the"
+    ):
+        copy.run(["d1", "d2"], lambda: False, silence_s=2)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_slow_copy_may_take_longer_than_silence(tmp_path, project, monkeypatch):
+    head = shutil.which("head")
+    without(monkeypatch, tmp_path, "rsync")
+    (project / "large").write_bytes(bytes(1 << 20))
+    slow = f"for i in 1 2 3 4 5 6 7 8 9 10 11 12; do {head} -c 9000 > /dev/null; sleep .25; done"
+    agent = agent_without(tmp_path, f"{slow}; {head} -c 9999999 > /dev/null; exit 0")
+    FolderCopy(project, tmp_path / "copy", [str(agent)]).run(["d2"], lambda: False, silence_s=2)
 
 
 def test_a_signal_ends_the_copy(tmp_path, project):
