@@ -37,6 +37,7 @@ from .errors import (
     check_ints,
     check_number,
 )
+from .sync.agree import text_of_names
 from .sync.arrays import (
     GivenArray,
     RawOrTensor,
@@ -62,6 +63,7 @@ __all__ = [
 ]
 
 WORLD = "world"  # the group of all ranks
+MAX_NAMES = 1000  # characters of parameters' names in a collective's; of longer ones a hash
 Registered = tuple[Device | None, Mapping[str, Tensor]]
 
 
@@ -402,8 +404,10 @@ class MultiProcessDataParallelCommunicator(_Copies):
         check_bool("allreduce", "inplace", inplace)
         totals, count = self._sum_copies(), len(self._copies)
         # compared over the ranks, as which gradients are added up is a matter of names
-        copies = f"{count} {'copy' if count == 1 else 'copies'} of {', '.join(map(repr, totals))}"
-        name = f"communicators.allreduce of {copies}"
+        names = f"of {', '.join(map(repr, totals))}"
+        if len(names) > MAX_NAMES:
+            names = text_of_names(totals)
+        name = f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'} {names}"
         self._sum(communicator, list(totals.values()), division, inplace, name)
         self._spread(totals, division)
 

@@ -100,6 +100,7 @@ class State:
         store_arguments: what it was made with.
         jobs: what is known of the job checkpoints of each model (checkpoint.job.JobState).
         dist_opts: each DistOpt of several ranks (opt.dist).
+        trainers: id of an optimizer -> the gluon.SharedOptimizer of the Trainer that has got it last.
         trace: what writes this process's part of a trace (graph.trace.TraceWriter), made at first use.
         watched_parent: the process that is killed when its parent has ended (comm.parent).
         flight_recorders: those of its communicators (comm.flight_recorder.FlightRecorder).
@@ -134,6 +135,8 @@ class State:
     store_arguments: dict[str, Any] = field(default_factory=dict)
     jobs: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)  # likewise
     dist_opts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
+    # of ids, as a script's optimizer may have no hash; Any: likewise
+    trainers: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     trace: Any = None  # Any: likewise
     watched_parent: int = 0
     flight_recorders: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
@@ -162,6 +165,7 @@ this_thread = OfThread()
 def _renew_locks() -> None:
     """Make new locks in a child that is forked: a thread that has held one of the old ones is not there."""
     state.communicator_lock, state.rounded_lock, state.device_lock = (threading.RLock() for _ in range(3))
+    state.works_in_flight.clear()  # they are the parent's
     if state.rounded is not None:  # it may have been changing
         state.rounded.forget()
 

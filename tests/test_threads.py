@@ -16,6 +16,7 @@ from singa_lite import device, layer, model, opt
 from singa_lite.backend.cpu import CpuBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.work import Work
 from singa_lite.config import state
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.limits import LIMIT_S
@@ -113,6 +114,68 @@ def test_what_another_thread_has_started_and_ended_is_not_in_flight() -> None:
     assert communicator.works_in_flight == [mine]
     communicator.wait_all()
     assert communicator.works_in_flight == []
+
+
+def test_what_nobody_waits_for_any_more_does_not_count_as_in_flight() -> None:
+    class Ended(Work):
+        is_over = False
+
+        def _is_done(self) -> bool:
+            return self.is_over
+
+    class Remote(LocalCommunicator):
+        def _start(self, *arguments: object) -> Work:
+            return Ended()
+
+    communicator = Remote(World())
+    [work] = in_threads(1, lambda _: communicator.all_reduce(np.ones(3), "sum"))
+    assert communicator.works_in_flight == [work] and id(work) in state.works_in_flight
+    work.is_over = True
+    communicator.wait_all()
+    assert communicator.works_in_flight == [] and id(work) not in state.works_in_flight
+
+
+FORKS_IN_A_PUSH = """
+import os, signal, threading
+import numpy as np
+from singa_lite import kvstore
+from singa_lite.tensor import Tensor, to_numpy
+
+store = kvstore.create("local")
+store.init("w", Tensor(data=np.zeros(3)))
+is_inside, may_go, parent = threading.Event(), threading.Event(), os.getpid()
+
+
+def update(key, pushed, stored):
+    if os.getpid() == parent:
+        is_inside.set()
+        may_go.wait()
+    stored += pushed
+
+
+store.set_updater(update)
+thread = threading.Thread(target=lambda: store.push("w", Tensor(data=np.ones(3))))
+thread.start()
+is_inside.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    out = Tensor((3,))
+    store.push("w", Tensor(data=np.ones(3)))
+    store.pull("w", out)
+    print(to_numpy(out).tolist(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+may_go.set()
+thread.join()
+"""
+
+
+def test_a_child_that_is_forked_while_a_thread_pushes_uses_its_own_store() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_IN_A_PUSH], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[1.0, 1.0, 1.0]"), done.stderr
 
 
 FORKS_WHILE_LOCKED = """

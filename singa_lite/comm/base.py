@@ -356,6 +356,8 @@ class Communicator(ABC):
         for work in list(self._works.values()):
             if work._thread == thread or not work._is_done():
                 work.wait()
+            else:
+                state.works_in_flight.discard(id(work))
 
     def follow_graph(self, graph: Graph, last: Work) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return what to call before and after each launch of a CUDA graph with collectives of this communicator.
@@ -484,9 +486,9 @@ class Communicator(ABC):
     def _drop_ended(self) -> None:
         """Forget collectives that have ended and that nobody waits for."""
         ended = [key for key, work in list(self._works.items()) if work._is_done()]
+        state.works_in_flight.difference_update(ended)  # first, as their ids may then be those of others
         for key in ended:
             self._works.pop(key, None)
-        state.works_in_flight.difference_update(ended)
         self._max_works = max(MAX_DROPPED, 2 * len(self._works))  # so that this takes little time for each
 
     def _forget(self, work: Work, seconds: float) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from .. import _native
-from ..config import of_face
 from ..error_stream import sendable
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
@@ -47,7 +46,7 @@ from .mpi_call import (
     rows_for,
     words_in,
 )
-from .mpi_job import describe_mpi, is_running, load_mpi, within, workers_of, world_of
+from .mpi_job import check_versions, describe_mpi, is_running, load_mpi, within, workers_of, world_of
 from .mpi_pauses import Pauses
 from .wire import WIRE_DTYPES, narrow, widen
 from .work import Array, FinishedWork, Times, Work
@@ -95,6 +94,8 @@ class MpiCommunicator(Communicator):
         self._mpi = load_mpi()
         self._process = os.getpid()
         self._comm = comm or workers_of(self._mpi, world.size, timeout_s)
+        if comm is None:
+            check_versions(self._comm, timeout_s)
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._rows = rows_for(self.size, SMALL_BYTES)
         self._num_calls = 0
@@ -110,20 +111,14 @@ class MpiCommunicator(Communicator):
         self.flight_recorder = self._recorder
 
     def _make_recorder(self, name: str, world_id: str) -> FileRecorder | None:
-        mine = (this_host(), os.getpid(), os.urandom(8).hex(), of_face("__version__"))
+        mine = (this_host(), os.getpid(), os.urandom(8).hex())
         processes = within(self.timeout_s, "connect", lambda: self._comm.allgather(mine))
-        for rank, (host, *_, version) in enumerate(processes):
-            if version != processes[0][-1]:
-                raise CommError(
-                    f"MPI: rank {rank} on {host} has singa_lite {version}, rank 0 on {processes[0][0]} has "
-                    f"{processes[0][-1]}; install one version on all hosts"
-                )
         native, _ = _native.load("_comm")
         if native is None or not is_recording() or self.size == 1:
             return None
         members = self.world.members or range(self.size)
         title = title_of(self.world.members, name)
-        hosts = [(host, pid) for host, pid, *_ in processes]
+        hosts = [(host, pid) for host, pid, _ in processes]
         return FileRecorder(native, self.rank, members, hosts, processes[0][2], title, world_id)
 
     # ---- collectives -------------------------------------------------------------------------------

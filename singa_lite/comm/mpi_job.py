@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..config import of_face
 from ..errors import CommError
 from .base import World
+from .host import this_host
 from .job import INSTALL
 
 OWN_OUTPUT_S = 0.3  # mpiexec's time to pass on what this rank has printed last, which Abort may lose
@@ -223,6 +225,19 @@ def world_of(mpi: Any, comm: Any, timeout_s: float) -> World:
     world = World(comm.Get_rank(), comm.Get_size(), host.Get_rank(), host.Get_size(), "", "mpi")
     host.Free()
     return world
+
+
+def check_versions(comm: Any, timeout_s: float) -> None:
+    """Raise CommError unless all processes of an mpi4py communicator have one version of the package."""
+    mine = (this_host(), of_face("__version__"))
+    everyone = within(timeout_s, "connect", lambda: comm.allgather(mine))
+    first_host, first = everyone[0]
+    for rank, (host, version) in enumerate(everyone):
+        if version != first:
+            raise CommError(
+                f"MPI: rank {rank} on {host} has singa_lite {version}, rank 0 on {first_host} has {first}; install "
+                "one version on all hosts"
+            )
 
 
 def within(timeout_s: float, where: str, call: Callable[[], Any]) -> Any:

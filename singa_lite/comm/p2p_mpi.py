@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import CommError
 from .base import TIMEOUT_S
 from .job import Job
-from .mpi_job import is_running, load_mpi, within
+from .mpi_job import check_versions, is_running, load_mpi, within
 from .mpi_pauses import Pauses
 from .p2p import Arrival, Messenger, SendWork, new_arrays
 from .work import Array
@@ -124,6 +124,7 @@ class MpiMessenger(Messenger):
             )
         comm = within(self.timeout_s, "connect", world.Dup)
         self._mpi.Request.Waitall(sends)
+        check_versions(comm, self.timeout_s)
         shared = self._mpi.COMM_TYPE_SHARED
         host = within(self.timeout_s, "connect", lambda: comm.Split_type(shared, key=self.job.rank))
         here = host.Get_group().Translate_ranks(None, comm.Get_group())

@@ -8,17 +8,15 @@ a store gives the optimizer to its servers (kvstore/), updates (opt/).
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakMethod
 
+from ..config import state
 from ..errors import OptionError
 from ..graph.recorder import guard
 from ..kvstore.store import KVStore
 from ..opt.arguments import argument_names
 from ..opt.base import Optimizer
 from ..opt.schedule import Constant, DecayScheduler
-
-# which SharedOptimizer an optimizer was given to last, by its id; a class of the script's may have no hash
-_latest: WeakValueDictionary[int, SharedOptimizer] = WeakValueDictionary()
 
 
 class SharedOptimizer:
@@ -34,7 +32,7 @@ class SharedOptimizer:
         self._optimizer = optimizer
         self._store = store
         self._is_on_store = is_on_store
-        _latest[id(optimizer)] = self  # which keeps it, and so its id
+        state.trainers[id(optimizer)] = self  # which keeps it, and so its id
         self._note()
         if store is not None and is_on_store:
             store._lr_hooks.append(WeakMethod(self._take_lr))
@@ -105,7 +103,8 @@ class SharedOptimizer:
         self._note()
 
     def _is_latest(self) -> bool:
-        return _latest.get(id(self._optimizer)) is self
+        # a copy has an optimizer of its own, which nobody has noted
+        return state.trainers.setdefault(id(self._optimizer), self) is self
 
     def _check_replaced(self, store: KVStore) -> None:
         """Raise OptionError unless the optimizer that the script has given to the store is like this one."""

@@ -62,6 +62,11 @@ def read_states(
         if found[name] != mine:
             raise CheckpointError(f"{path} is of another store: its {name} are {found[name]}, here {mine}")
     residuals = {name: arrays.pop(name) for name in [*arrays] if name.endswith(f":{RESIDUAL}")}
+    for name, array in residuals.items():
+        if array.dtype != np.float32 or not np.isfinite(array).all():
+            raise CheckpointError(
+                f"{path}: {name} must be finite and float32, as what compression has lost is"
+            )
     shapes = {f"{spec.number}:{RESIDUAL}": (store["num_workers"], spec.size) for spec in specs}
     if residuals and {name: array.shape for name, array in residuals.items()} != shapes:
         raise CheckpointError(f"{path} lacks what compression has lost, of some keys or workers")
@@ -128,6 +133,7 @@ def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> dict[Key, Arra
     try:
         if optimizer["lr"] is not None:
             check_number(f"{path}", "lr", optimizer["lr"], 0, LARGEST_FLOAT32)
+        check_steps(f"{path}", np.asarray(optimizer["description"].get("step_counter", 0)))
         for spec in specs:
             stored = StoredArray(spec.key, Tensor(spec.shape, dtype=spec.dtype))
             stored.set_optimizer(optimizer["description"], optimizer["lr"])

@@ -35,21 +35,17 @@ from .variables import OF_ALL_TENSORS
 # both times the records that one kind of call needs (Optimizer.records_per_kind)
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
 MAX_MISSES = 64  # recordings of one kind of call without a replay, until it runs eagerly for good
-MAX_KINDS = 1024  # of calls of one model, until all those of the same types run eagerly
-MAX_DROPS = 4  # of a kind's records that were replayed too little to be worth it, until it runs eagerly
-REPLAYS_PAID = 64  # which are worth what recording a step takes
+MAX_KINDS = 1024  # of calls of one model; the least recently used one without records is forgotten
+MAX_DROPS = 4  # how often a kind may lose all its records before they were worth it, until it runs eagerly
+REPLAYS_PAID = 20  # which are worth what recording a step takes
 MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay can make, while it was recorded
 TOO_MANY_MISSES = (
     "{} steps in a row were recorded and none could be replayed: what decides which nodes it has changes at every step "
     "(a number among the arguments, an attribute of the model, a variable, a schedule)"
 )
 TOO_MANY_IN_TURN = (
-    "a model keeps its {} most recent records, and its calls need more of them in turn: tensors of many shapes, or "
-    "other arguments; pad batches to fewer shapes"
-)
-TOO_MANY_KINDS = (
-    f"there were {MAX_KINDS} kinds of calls with arguments of these types: tensors of other shapes, or other values; "
-    "pad batches to fewer shapes, or compile with use_graph=False"
+    f"its record was dropped {MAX_DROPS} times for those of other calls before it had been replayed much, as a model "
+    "keeps a limited number: tensors of many shapes take turns, or other arguments do; pad batches to fewer shapes"
 )
 NOT_NOTICED = (
     "a step that was replayed runs {} now. What decides that was not noticed, so replays may have given wrong results. "
@@ -67,7 +63,7 @@ class Kind:
         types: of the arguments.
         records: they differ in their guards and in the attributes they found.
         misses: recordings since the last replay.
-        drops: records that were dropped for others before they were replayed much.
+        drops: how often all its records were dropped for others before they were replayed much.
         retries: of steps that broke, but need not the next time.
         last_reason: why the last of them did.
         break_reason: why such calls run eagerly for good.
@@ -150,7 +146,7 @@ class Records:
         """
         with self._postponing_if_left_out():
             run = Run(model, arguments, options, self._idle_arenas())
-            record.num_left = replays_before_check()
+            record.num_left, record.num_replays = replays_before_check(), 0
         if (found := run.difference(record.tape)) is not None:
             kind.break_reason = NOT_NOTICED.format(found)
             kind.records.clear()
@@ -184,6 +180,9 @@ class Records:
         max_misses: int,
     ) -> bool:
         """Return whether to record a call that no record fits; after ``max_misses`` in vain never again."""
+        if kind.drops >= MAX_DROPS and not kind.records:  # recording takes as long as many steps
+            kind.break_reason = TOO_MANY_IN_TURN
+            return False
         if kind.misses == max_misses:
             kind.break_reason = TOO_MANY_MISSES.format(max_misses)
             kind.records.clear()
@@ -264,17 +263,12 @@ class Records:
         return self._arenas
 
     def _drop_oldest(self, max_records: int) -> None:
-        """Drop the least recently used record if there are more than ``max_records``.
-
-        Kinds of which that has often come too early run eagerly, until the others have room: recording takes as long as
-        many steps.
-        """
+        """Drop the least recently used record if there are more than ``max_records``, and count for its kind."""
         if sum(len(kind.records) for kind in self._kinds.values()) > max_records:
             kind = next(kind for kind in self._kinds.values() if kind.records)
-            kind.drops += kind.records.pop().num_replays < REPLAYS_PAID
-            if kind.drops == MAX_DROPS:
-                kind.break_reason = TOO_MANY_IN_TURN.format(max_records)
-                kind.records.clear()
+            record = kind.records.pop()
+            if not kind.records:
+                kind.drops = kind.drops + 1 if record.num_replays < REPLAYS_PAID else 0
 
     def _kind_of(
         self, arguments: tuple[Any, ...], options: dict[str, Any], precision: str
@@ -294,17 +288,21 @@ class Records:
         shared = repeats(tensors, self._written)
         modes = precision, this_thread.recording
         key = key, modes, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
-        if key not in self._kinds and len(self._kinds) >= MAX_KINDS:
-            kind = Kind(_label(arguments, options), types)
-            self._join_kinds(arguments, options, kind, TOO_MANY_KINDS)
-            return kind, []
         if key not in self._kinds:
+            if len(self._kinds) >= MAX_KINDS:
+                self._forget_kind()
             reason = reason or _unfit(tensors, shared is not None and shared[1])
             label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
             label += "" if this_thread.recording else ", no_grad"
             self._kinds[key] = Kind(label, types, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors if shared is None else list(dict.fromkeys(tensors))
+
+    def _forget_kind(self) -> None:
+        """Forget the least recently used kind without records, if there is one."""
+        oldest = next((key for key, kind in self._kinds.items() if not kind.records), None)
+        if oldest is not None:
+            del self._kinds[oldest]
 
     def info(self) -> list[RecordInfo]:
         """Return one entry a record, the least recently used kind first, and one a kind that runs eagerly."""
@@ -329,7 +327,9 @@ class Records:
         )
         self._misses = 0
         for kind in self._kinds.values():
-            kind.misses = kind.retries = 0
+            kind.misses = kind.retries = kind.drops = 0
+            for record in kind.records:
+                record.num_replays = REPLAYS_PAID  # its drop does not count: a run that goes on has none yet
         self._postpone_records()
 
     def _postpone_records(self) -> None:

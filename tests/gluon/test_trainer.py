@@ -7,8 +7,10 @@ Whole training runs that must have equal bits are in test_trainer_bits.py, array
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import pickle
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -1270,6 +1272,17 @@ def test_an_optimizer_is_that_of_the_trainer_that_was_made_last(arguments: dict[
     assert optimizer.step_counter == 3
     momentum = 0.0 if again.update_on_kvstore else 0.5  # a new store has no states
     assert all_equal(one, -0.25 * (momentum + 1))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_copy_of_a_trainer_has_an_optimizer_of_its_own(copied: Any) -> None:
+    trainer = gluon.Trainer(two(), opt.SGD(lr=1.0), kvstore=None)
+    other = copied(trainer)
+    for each in (trainer, other):
+        params = each._params
+        backward(dict.fromkeys(params.values(), 1))
+        each.step(1)
+        assert all_equal(params, 0) and each.optimizer.step_counter == 1
 
 
 @dataclasses.dataclass

@@ -55,6 +55,21 @@ def test_a_store_and_a_trainer_work_in_an_mpi_job_with_a_server(tmp_path: Path) 
         assert f"worker {rank} of 2 with 1 server" in result.stdout
 
 
+def test_a_server_of_another_version_does_not_join(tmp_path: Path) -> None:
+    before = (
+        "import os, singa_lite\n"
+        "if '2' in (os.environ.get('PMI_RANK'), os.environ.get('OMPI_COMM_WORLD_RANK')):\n"
+        "    singa_lite.__version__ = '9.8'\n"
+    )
+    script = write_script(tmp_path, before + SCRIPT)
+    command = [_mpiexec() or "", "-n", "3", sys.executable, str(script)]
+    result = run_command(command, SINGA_LITE_NUM_SERVERS="1", **OPEN_MPI)
+    assert result.returncode != 0
+    assert re.search(
+        r"MPI: rank 2 on .* has singa_lite 9\.8, rank 0 on .*; install one version", result.stderr
+    )
+
+
 @slow_but_first("first", [0, 1])
 def test_a_script_that_finalizes_mpi_itself_closes_its_store(tmp_path: Path, first: int) -> None:
     end = """

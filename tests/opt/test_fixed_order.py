@@ -15,6 +15,7 @@ from singa_lite import autograd, checkpoint, layer, model, opt
 from singa_lite.data import ShardedSampler
 from singa_lite.device import get_default_device
 from singa_lite.errors import CheckpointError, CommError, DataError, OptionError, SingaLiteError
+from singa_lite.record import records
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import mpi_missing, run_ranks
 from tests.slow_cases import slow_but_first
@@ -196,7 +197,7 @@ def small_checksums(
     net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=communicator, **arguments))
     net.compile([from_numpy(np.zeros((4, 7), np.float32))], use_graph=True, precision="bf16")
     found, each = [], microbatches // communicator.size
-    for update in range(6 * kinds):
+    for update in range(9 * kinds):
         rng = np.random.default_rng(update)
         size = 4 - update % kinds
         x = rng.standard_normal((microbatches, size, 7)).astype(np.float32)
@@ -210,8 +211,23 @@ def small_checksums(
             net.snapshot()
         found.append(checksum(net))
     autograd.training = False
-    assert all(info.break_reason is None for info in net.graph_info())
+    assert all(info.break_reason is None for info in net.graph_info()) == (kinds <= records.MAX_RECORDS)
     return found
+
+
+def with_few_records(communicator: Any) -> list[int]:
+    """Checksums where more batch sizes take turns than the model keeps records of."""
+    before, records.MAX_RECORDS = records.MAX_RECORDS, 2
+    try:
+        return small_checksums(communicator, 4, 3, -1, -1, None)
+    finally:
+        records.MAX_RECORDS = before
+
+
+def test_steps_without_room_for_records_run_eagerly_from_the_same_update_on() -> None:
+    [expected] = run_ranks(with_few_records, 1, transport="local")
+    for size in (2, 4):
+        assert run_ranks(with_few_records, size) == [expected] * size
 
 
 @pytest.mark.parametrize(
