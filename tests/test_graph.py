@@ -226,6 +226,30 @@ def test_kinds_that_lose_their_records_in_turn_run_eagerly_so_that_others_keep_t
     assert graph[2].python.runs == runs + 2 * 2  # of two kinds, twice each
 
 
+def test_a_run_that_goes_on_has_the_bits_of_one_whose_records_took_turns(monkeypatch, tmp_path):
+    def train(net, first, last):
+        get_default_device().SetRandSeed(first)
+        for step in range(first, last):
+            net(*batch(step, 2 + step % 6))
+        return values(net)
+
+    def bfloat16_net():
+        net = Net()
+        sgd = opt.SGD(0.05, momentum=0.9)
+        net.set_optimizer(opt.DistOpt(sgd, communicator=LocalCommunicator(World()), threshold=30))
+        net.compile([batch(0)[0]], use_graph=True, precision="bf16")
+        return net
+
+    monkeypatch.setattr(records, "MAX_RECORDS", 4)
+    whole, resumed = bfloat16_net(), bfloat16_net()
+    train(whole, 0, 40)
+    whole.save_states(str(tmp_path / "saved.zip"))
+    expected = train(whole, 40, 100)
+    resumed.load_states(str(tmp_path / "saved.zip"))
+    assert train(resumed, 40, 100) == expected
+    assert any(info.break_reason for info in resumed.graph_info())
+
+
 def test_records_that_were_worth_it_may_be_dropped_any_number_of_times(monkeypatch):
     monkeypatch.setattr(records, "MAX_RECORDS", 1)
     monkeypatch.setattr(records, "REPLAYS_PAID", 3)

@@ -797,6 +797,15 @@ def test_updates_have_the_bits_of_numpy(seed, count, update, weight_decay):
     assert [array.tobytes() for array in found] == [array.tobytes() for array in expected]
 
 
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_an_infinite_parameter_without_weight_decay_has_the_bits_of_numpy(update):
+    arrays = [np.full(3, np.inf, np.float32) for _ in range(1 + len(update.states))]
+    found, expected = ([array.copy() for array in arrays] for _ in range(2))
+    for run, out in ((getattr(KERNELS, update.name), found), (partial(REFERENCE.run, update.name), expected)):
+        run(floats(0, 3), out=out[0] if len(out) == 1 else tuple(out), **update_numbers(update))
+    np.testing.assert_array_equal(found, expected)
+
+
 # sizes whose sum is split among threads inside a tensor, empty ones included
 sizes = st.lists(st.integers(0, 50) | st.integers(20_000, 40_000), min_size=1, max_size=6)
 
