@@ -132,9 +132,9 @@ def join_trace(folder: Path, path: Path, is_over: bool = False) -> str:
     """
     files = _parts_in(folder)
     num_written = 0 if is_over else sum(map(_is_written, files))
-    parts = [read_part(file.read_bytes().splitlines(), str(file)) for file in files]
-    # a process that was killed, or had no disk, before its first line has none
-    parts = [part for part in parts if part.pid]
+    contents = [(str(file), file.read_bytes().splitlines()) for file in files]
+    # a process that was killed, or had no disk, before its first line has no part
+    parts = [read_part(lines, file) for file, lines in contents if lines]
     if not parts:
         raise CommError(
             f"trace {path}: no process has written a part to {folder}, which all hosts of the job must share"

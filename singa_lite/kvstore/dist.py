@@ -80,7 +80,7 @@ class Request(Work):
             CommError: a server is gone, or has not answered in time, naming it and the keys; or another thread is in a
                 call of the store.
         """
-        with self._store.one_thread(self.name):
+        with self._store._one_thread(self.name):
             try:
                 for send in self.sends:
                     self._store.finish_send(self, send, timeout_s)
@@ -99,7 +99,7 @@ class Request(Work):
 
     def done(self) -> bool:
         """Return whether wait() would return at once, or raise, as it does after the time-out; takes what has come."""
-        with self._store.one_thread(self.name):
+        with self._store._one_thread(self.name):
             if self._failure is not None or self._store.has_ended(self):
                 return True
             if time.monotonic() - self._started < self._store.timeout_s:
@@ -154,7 +154,7 @@ class DistStore(KVStore):
         return self._messenger.traffic
 
     def server_stats(self) -> list[dict[str, Any]]:
-        with self.one_thread("server_stats"):
+        with self._one_thread("server_stats"):
             request = self._ask("stats")
         return [request.answers[server][0] for server in range(self.num_servers)]
 

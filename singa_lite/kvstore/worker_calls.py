@@ -84,7 +84,7 @@ class WorkerCalls(KVStoreBase):
         Args:
             where: the caller, for errors.
         """
-        with self.one_thread(where):
+        with self._one_thread(where):
             self.check_usable(where)
             try:
                 yield
@@ -98,7 +98,7 @@ class WorkerCalls(KVStoreBase):
                 raise
 
     @contextmanager
-    def one_thread(self, where: str) -> Iterator[None]:
+    def _one_thread(self, where: str) -> Iterator[None]:
         """Wait BUSY_S seconds for another thread that is inside, then raise a CommError."""
         if self._pid != os.getpid():  # forked, while a thread of the parent may have held it
             self._lock, self._pid = threading.RLock(), os.getpid()

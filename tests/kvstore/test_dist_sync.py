@@ -308,7 +308,7 @@ def a_second_thread_in_a_call_is_an_error(rig):
         except CommError as error:
             errors.append(str(error))
 
-    with store.one_thread("a call"):
+    with store._one_thread("a call"):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
