@@ -481,11 +481,15 @@ def test_a_host_that_cannot_be_reached_is_named_beside_what_mpiexec_says(tmp_pat
 @pytest.mark.parametrize("is_back", [True, False])
 def test_a_host_that_is_lost_later_is_named_unless_it_answers_again(tmp_path, is_back):
     script = write_script(tmp_path, ALONE + "(folder / f'up-{rank}').touch()\ntime.sleep(600)")
-    command = command_on_hosts(tmp_path, str(script))
+    command = command_on_hosts(tmp_path, str(script), options=("--timeout-s", "40"))
     lose = f'sh -c "exec $*" & until test -e {tmp_path}/up-0 -a -e {tmp_path}/up-1; do sleep .1; done; kill -9 $!'
     back = "exit 0" if is_back else "exit 3"
     agent_without(tmp_path, f"cd {tmp_path}; test ! -e lost || {back}; {lose}; touch lost; exit 255")
     result = run_in(tmp_path, command)
+    # once in some 80 runs mpiexec has not noticed, nor passed on that d2 had started
+    if result.returncode == 1:
+        assert "no process has started on d2 within 43 s" in result.stderr, result.stderr
+        return
     assert result.returncode == 255
     lost = "mpiexec could not reach, or has lost: d2 (the remote shell ends with exit code 3)"
     expected = "mpiexec has lost the connection to one of d1, d2; all answer now" if is_back else lost
