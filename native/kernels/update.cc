@@ -28,8 +28,8 @@ namespace singa_lite::vector_math::update_loops {
     __builtin_memcpy(&rule, numbers, sizeof rule);                                                          \
     float unused = 0;                                                                                       \
     _Pragma("GCC ivdep") for (std::size_t i = 0; i < count; ++i)                                            \
-        rule(rule.weight_decay == 0 ? grad[i] : grad[i] + rule.weight_decay * param[i], param[i], num_states > 0 ? first[i] : unused,          \
-             num_states > 1 ? second[i] : unused);                                                          \
+        rule(rule.weight_decay == 0 ? grad[i] : grad[i] + rule.weight_decay * param[i], param[i],           \
+             num_states > 0 ? first[i] : unused, num_states > 1 ? second[i] : unused);                      \
   }
 #define UPDATE0(name, value, ...) UPDATE(name, 0, first_, second_, p = value;, __VA_ARGS__)
 #define UPDATE1(name, s, s_value, value, ...) UPDATE(name, 1, s, second_, s = s_value; p = value;, __VA_ARGS__)
