@@ -227,21 +227,21 @@ def get_gpu_ids() -> list[int]:
     return list(range(get_num_gpus()))
 
 
-def get_gpu_mem_size(device_id: int) -> tuple[int, int]:
-    """Return (free, total) bytes of memory of GPU ``device_id``; raises as ``create_cuda_gpu_on``."""
-    free, total = _gpu("get_gpu_mem_size", device_id).mem_info
+def get_gpu_mem_size(id: int) -> tuple[int, int]:
+    """Return (free, total) bytes of memory of GPU number ``id``; raises as ``create_cuda_gpu_on``."""
+    free, total = _gpu("get_gpu_mem_size", id).mem_info
     return int(free), int(total)
 
 
-def device_query(device_id: int, verbose: bool = False) -> str:
-    """Return the properties of GPU ``device_id``, one a line; raises as ``create_cuda_gpu_on``.
+def device_query(id: int, verbose: bool = False) -> str:
+    """Return the properties of GPU number ``id``, one a line; raises as ``create_cuda_gpu_on``.
 
     Args:
-        device_id: number of the GPU.
+        id: number of the GPU.
         verbose: all that the driver reports of it.
     """
-    _gpu("device_query", device_id)
-    properties = _cupy().cuda.runtime.getDeviceProperties(device_id)
+    _gpu("device_query", id)
+    properties = _cupy().cuda.runtime.getDeviceProperties(id)
     shown = properties if verbose else ("name", "major", "minor", "totalGlobalMem", "multiProcessorCount")
     values = {key: properties[key] for key in shown}
     return "\n".join(f"{key}: {v.decode() if isinstance(v, bytes) else v}" for key, v in values.items())

@@ -185,6 +185,21 @@ def test_fillers_draw_from_the_device() -> None:
     assert 0 <= values.min() < 0.05 and 0.95 < values.max() < 1
 
 
+def test_fillers_change_their_tensor_or_make_one() -> None:
+    t = tensor.ones((3,))
+    for fill in (
+        lambda inplace: t.set_value(2.0, inplace),
+        lambda inplace: t.gaussian(4.0, 0.0, inplace=inplace),
+        lambda inplace: t.uniform(5.0, 5.0, inplace=inplace),
+        lambda inplace: t.bernoulli(0.0, inplace),
+    ):
+        before = to_numpy(t).tolist()
+        made = fill(False)
+        assert made is not t and to_numpy(t).tolist() == before != to_numpy(made).tolist()
+        assert (made.shape, made.dtype, made.device) == (t.shape, t.dtype, t.device)
+        assert fill(True) is t and to_numpy(t).tolist() == to_numpy(made).tolist()
+
+
 def test_raw_arrays_are_wrapped_without_a_copy() -> None:
     raw = get_default_device().backend.zeros((3,), np.float32)
     one, two = tensor.from_raw_tensors([raw, raw])
@@ -476,6 +491,7 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: t(2).gaussian("a", 1.0), OptionError, "mean = 'a'"),
     (lambda: t(2).gaussian(0.0, -1.0), OptionError, "std = -1.0"),
     (lambda: t(2).bernoulli(2), OptionError, "p = 2"),
+    (lambda: t(2).set_value(2, 3), OptionError, "inplace"),
     (lambda: t(2).set_value("a"), DTypeError, "got str"),
     (lambda: t(2, dtype="int32").set_value(0.5), DTypeError, "cannot hold"),
     (lambda: t(2).reset_like(np.ones(2)), DTypeError, "got ndarray"),

@@ -154,7 +154,7 @@ def update(key, pushed, stored):
 
 
 store.set_updater(update)
-thread = threading.Thread(target=lambda: store.push("w", Tensor(data=np.ones(3))))
+thread = threading.Thread(target=lambda: store.push("w", Tensor(data=np.ones(3))), daemon=True)
 thread.start()
 is_inside.wait()
 child = os.fork()
@@ -215,7 +215,7 @@ def hold():
         may_go.wait()
 
 
-thread = threading.Thread(target=hold)
+thread = threading.Thread(target=hold, daemon=True)
 thread.start()
 is_held.wait()
 child = os.fork()

@@ -6,7 +6,6 @@ What lives here: a store's workers, and its end by an error. What does not: what
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 from ..comm.base import Communicator
 from ..comm.progress import progress_of_process
+from ..config import state
 from ..errors import CheckpointError, CommError, OptionError, SingaLiteError, check_int
 from ..graph.recorder import break_graph
 from ..opt.checks import MAX_STEPS
@@ -40,7 +40,7 @@ class WorkerCalls(KVStoreBase):
         self._failure = ""  # what broke the store
         self._progress = progress_of_process()
         self._lock = threading.RLock()  # of the thread in a call: another would take its answers or memory
-        self._pid = os.getpid()  # of the process whose lock it is
+        state.lock_owners.add(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, worker {self.rank} of {self.num_workers})"
@@ -100,8 +100,6 @@ class WorkerCalls(KVStoreBase):
     @contextmanager
     def _one_thread(self, where: str) -> Iterator[None]:
         """Wait BUSY_S seconds for another thread that is inside, then raise a CommError."""
-        if self._pid != os.getpid():  # forked, while a thread of the parent may have held it
-            self._lock, self._pid = threading.RLock(), os.getpid()
         if not self._lock.acquire(timeout=BUSY_S):
             raise CommError(
                 f"{self._name}: {where}: another thread is in a call of this store; call it in one thread at a time"

@@ -28,6 +28,11 @@ from .several_hosts import Placement, srun_line
 
 RSH = "ssh"
 MAX_HOSTS = 1024
+# options of a job that no variable of its ranks stands for
+NOT_WITH_SRUN = (
+    *("max_restarts", "min_ranks", "trace", "env_worker", "env_server", "stop_timeout"),
+    *("sync_dst_dir", "rsh"),
+)
 DESCRIPTOR = re.compile(r"/dev/(stdin|fd/.*)|/proc/[^/]+/(task/[^/]+/)?fd/.*")
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
@@ -43,6 +48,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
         "run",
         help="run a script as the workers and servers of a job",
         usage=USAGE,
+        allow_abbrev=False,  # or the script's options would be taken for abbreviations of these
         description="Run SCRIPT as W workers and S servers, on this host or with -H on several. Every line of "
         "output begins with its rank or role; when a process fails all are ended, and the exit code is that of the "
         "first failure.",
@@ -167,8 +173,10 @@ def launch_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if not is_local:
         placement = Placement(read_hosts(options.hosts), _rsh(parser, options.rsh), options.sync_dst_dir)
         if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
-            line = srun_line(command, options.num_workers, given)
-            parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
+            left_out = [f"--{name.replace('_', '-')}" for name in NOT_WITH_SRUN if getattr(options, name)]
+            note = f" (without {', '.join(left_out)}, which srun lacks)" if left_out else ""
+            line = srun_line(command, options.num_workers, given, options.checkpoint)
+            parser.error(f"-H: this is a Slurm allocation, where srun starts processes{note}: {line}")
     restart = check_restart(restart, options.num_workers)
     with _tracing(options.trace) as variables:
         launch_options = replace(given, worker_env={**given.worker_env, **variables})
@@ -214,11 +222,12 @@ def _check_is_alone(parser: argparse.ArgumentParser) -> None:
     """Refuse to be one of several launchers, which MPI or Slurm have started and of which each would have a job."""
     task = task_of_mpi()
     if task is not None:
-        launcher, rank, size = task
+        _, rank, size = task
+        found = {launcher: name for launcher, (name, _) in LAUNCHERS.items() if os.environ.get(name)}
         parser.error(
-            f"this launcher is task {rank} of {size} of {launcher}, and each would start a job of its own; start the "
-            "script itself with that, or one launcher, with -H for several hosts (where separate jobs are meant: unset "
-            f"{LAUNCHERS[launcher][0]})"
+            f"this launcher is task {rank} of {size} of {' or '.join(found)}, and each would start a job of its own; "
+            "start the script itself with that, or one launcher, with -H for several hosts (where separate jobs are "
+            f"meant: unset {' '.join(found.values())})"
         )
 
 

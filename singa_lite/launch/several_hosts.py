@@ -273,16 +273,20 @@ def _host_arguments(hosts: Sequence[Host], placed: Sequence[str], major_version:
     return [*arguments, "-rankmap", ",".join(str(names.index(name)) for name in placed)]
 
 
-def srun_line(command: Sequence[str], num_workers: int, options: LaunchOptions) -> str:
+def srun_line(
+    command: Sequence[str], num_workers: int, options: LaunchOptions, checkpoint: Path | None
+) -> str:
     """Return the shell line that starts the job by Slurm's srun."""
     values = {
         "SINGA_LITE_NUM_SERVERS": options.num_servers or None,
         "SINGA_LITE_TIMEOUT_S": options.timeout_s,
+        "SINGA_LITE_LOG_DIR": options.log_dir and os.path.abspath(options.log_dir),
+        "SINGA_LITE_CHECKPOINT": checkpoint and os.path.abspath(checkpoint),
     }
-    variables = [f"{name}={value}" for name, value in values.items() if value is not None]
+    variables = [f"{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
     size = num_workers + (options.num_servers or 0)
-    words = ["srun", "-n", str(size), "--distribution=cyclic", "--label", sys.executable, *command]
-    return shlex.join([*variables, *words])
+    words = ["srun", "-n", str(size), "--kill-on-bad-exit=1", "--distribution=cyclic", "--label"]
+    return " ".join([*variables, shlex.join([*words, sys.executable, *command])])
 
 
 def _in_folder(command: Sequence[str], folder: Path) -> list[str]:

@@ -227,7 +227,8 @@ class RunningJob:
             self._exit_deadline = time.monotonic() + self._exit_timeout_s
             process = f"{self.names[rank].text} (process {self.processes[rank].pid})"
             report_lost_rank(
-                self.rendezvous_id, f"{process} ended with {how_ended(code)} before all ranks had joined"
+                self.rendezvous_id,
+                f"{process} {'was' if code < 0 else 'ended with'} {how_ended(code)} before all ranks had joined",
             )
             if code != 0 and not self._ending:
                 self.ended_at = self.ended_at or time.time()

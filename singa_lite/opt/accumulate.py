@@ -180,7 +180,8 @@ class GradientSums:
         for key, values in states.items():
             if key not in (CALLS, BATCHES) and known.get(key) != (values.shape, values.dtype):
                 raise CheckpointError(
-                    f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
+                    f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model, or "
+                    "its sum had another order= when it was saved"
                 )
 
     def _known_states(self, names: Mapping[Tensor, str]) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -194,8 +195,9 @@ class GradientSums:
         batches, calls = map(int, found)
         if batches != self.num_batches or not 0 < calls < batches:
             raise CheckpointError(
-                f"DistOpt: the states are of {calls} calls of a sum over {batches}, but accumulate is "
-                f"{self.num_batches}; make the DistOpt with the same accumulate, or save after an update"
+                f"DistOpt: the states are of {calls} of {batches} calls that make an update, but here "
+                f"{self.num_batches} do; give the DistOpt the same accumulate, or the same microbatches on as many "
+                "ranks, or save after an update"
             )
 
     def load_state_dict(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:

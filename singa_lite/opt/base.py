@@ -28,7 +28,15 @@ from ..tensor.checks import as_dtype
 from ..tensor.core import check_tensor, set_grads_fresh
 from ..users_line import warn
 from .arguments import description_of, make
-from .checks import as_pairs, check_arrays, check_not_wrapped, check_pair, check_steps, unique_names
+from .checks import (
+    as_pairs,
+    check_arrays,
+    check_kept,
+    check_not_wrapped,
+    check_pair,
+    check_steps,
+    unique_names,
+)
 from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
 from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described
 
@@ -274,7 +282,8 @@ class Optimizer:
             attributes: of the kernel: numbers, or what ``scalar`` gives for those that change.
 
         Raises:
-            OptionError: there is no such kernel. ShapeError, DTypeError, DeviceError: a gradient does not fit.
+            OptionError: there is no such kernel. ShapeError, DTypeError, DeviceError: a gradient does not fit, or what
+                is kept of a parameter that has got another dtype since.
         """
         check_choice("run_update", "kernel", kernel, tuple(UPDATES))
         self._guard_methods()
@@ -315,6 +324,8 @@ class Optimizer:
         names = self.slot_names[: len(UPDATES[kernel].states)]
         for device, params, grads in groups:
             kept = [self.slots(param) for param in params] if names else []
+            for param, slots in zip(params, kept, strict=False):
+                check_kept(type(self).__name__, param, {name: slots[name].dtype for name in names})
             states = [slots[name].array for name in names for slots in kept]
             device.backend.run(
                 kernel, *grads, out=(*(param.array for param in params), *states), **next(attributes)
@@ -338,7 +349,7 @@ class Optimizer:
         )
         if not is_in_range:
             self._check_number(name, number, step)
-        return float(number)
+        return number if type(number) is float else as_number(number)
 
     def _check_number(self, name: str, number: object, step: int) -> None:
         """Raise OptionError unless a schedule's value is a number, and in the range of a ScheduleAttribute."""

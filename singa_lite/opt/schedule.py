@@ -89,7 +89,7 @@ class ExponentialDecay(DecayScheduler):
         init_value: value at step 0.
         decay_steps: steps over which the value is multiplied by ``decay_rate`` once, > 0.
         decay_rate: factor, > 0.
-        staircase: True divides without remainder, so the value drops every ``decay_steps`` steps.
+        staircase: True rounds the exponent down, so the value drops every ``decay_steps`` steps.
 
     Raises:
         OptionError: a value out of range.
@@ -108,7 +108,9 @@ class ExponentialDecay(DecayScheduler):
         self.staircase = check_bool("ExponentialDecay", "staircase", staircase)
 
     def call(self, step: int) -> float:
-        exponent = step // self.decay_steps if self.staircase else step / self.decay_steps
+        exponent = step / self.decay_steps
+        if self.staircase:
+            exponent = math.floor(exponent)
         try:
             return float(self.init_value * self.decay_rate**exponent)
         except OverflowError:
@@ -137,6 +139,8 @@ def described(value: object, step: int) -> Any:
 
 def as_number(value: object) -> float:
     """Return a number, or an array of one, as a float; NaN for anything else, and infinity where it is too large."""
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.item()
     if isinstance(value, (bool, str, bytes)):
         return math.nan
     try:

@@ -12,7 +12,8 @@ from .schedule import DecayScheduler, ScheduleAttribute
 class SGD(Optimizer):
     """v = momentum * v + (1 - dampening) * g with g = grad + weight_decay * p, then p -= lr * v.
 
-    With nesterov p -= lr * (g + momentum * v). v starts at zero, so dampening acts from the first step on.
+    With nesterov p -= lr * (g + momentum * v). v starts at zero, so dampening acts from the first step on; where
+    momentum is 0 it does nothing, as in SINGA.
 
     Args:
         lr: learning rate, >= 0.
@@ -23,7 +24,7 @@ class SGD(Optimizer):
         dtype: accepted for SINGA scripts; the momentum has its parameter's dtype.
 
     Raises:
-        OptionError: a value out of range. DTypeError: no dtype of a Tensor.
+        OptionError: a value out of range, here or where a schedule gives it. DTypeError: no dtype of a Tensor.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
     """
@@ -59,22 +60,37 @@ class SGD(Optimizer):
         if vars(self).get("nesterov") and (self.momentum.call(0) <= 0 or self.dampening.call(0) != 0):
             vars(self)[name] = before
             raise OptionError("SGD: nesterov needs momentum > 0 and dampening 0")
-        if name == "momentum" and value != 0:
-            self.slot_names = ("momentum",)  # for good: one that comes back goes on from what it has summed
+        if name == "momentum" and value != 0:  # for good: one that comes back goes on from what it has summed
+            own = (slot for slot in self.slot_names if slot != "momentum")  # of a subclass
+            self.slot_names = ("momentum", *own)
 
     def update_all(self, pairs: Pairs) -> None:
         guard((self, "nesterov"), lambda: self.nesterov)
-        if not self.slot_names:
+        if "momentum" not in self.slot_names:
             self.run_update(
                 "sgd_update", pairs, lr=self.number("lr"), weight_decay=self.number("weight_decay")
             )
             return
-        lr, decay, momentum = map(self.number, ("lr", "weight_decay", "momentum"))
+        lr, decay = self.number("lr"), self.number("weight_decay")
         if self.nesterov:
+            momentum = scalar(self._nesterov_momentum)
             self.run_update("nesterov_update", pairs, lr=lr, momentum=momentum, weight_decay=decay)
         else:
-            gain = scalar(lambda: 1 - self.value_of("dampening"))
+            momentum, gain = self.number("momentum"), scalar(self._gain)
             self.run_update("momentum_update", pairs, lr=lr, momentum=momentum, gain=gain, weight_decay=decay)
+
+    def _gain(self) -> float:
+        """Return the share of the gradient that momentum takes in at this step."""
+        dampening = self.value_of("dampening")
+        return 1.0 - dampening if dampening != 0 and self.value_of("momentum") != 0 else 1.0
+
+    def _nesterov_momentum(self) -> float:
+        dampening = self.value_of("dampening")
+        if dampening != 0:
+            raise OptionError(
+                f"SGD: dampening = {dampening} at step {self._step_counter}, but nesterov needs 0"
+            )
+        return self.value_of("momentum")
 
     def momentum_rule(self, step: int) -> MomentumRule:
         written = ("update_all", "apply", "update_velocity")
@@ -100,7 +116,7 @@ class SGD(Optimizer):
         """
         guard((self, "nesterov"), lambda: self.nesterov)
         lr, decay = self.number("lr"), self.number("weight_decay")
-        if not self.slot_names:
+        if "momentum" not in self.slot_names:
             self.run_update("sgd_update", pairs, lr=lr, weight_decay=decay)
             return
         kernel = "nesterov_velocity_update" if self.nesterov else "velocity_update"

@@ -7,7 +7,6 @@ What lives here: the keys of records, and how many there are. What does not: one
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
-from ..config import this_thread
+from ..config import state, this_thread
 from ..errors import GraphError
 from ..graph.memory import root_of
 from ..graph.recorder import Recorder
@@ -104,14 +103,12 @@ class Records:
         self._shapes: list[tuple[int, ...]] = []
         self._recorded: Kind | None = None  # of the step that is being recorded
         self._lock = threading.RLock()  # held while a step is recorded or replayed: its memory is there once
-        self._pid = os.getpid()  # of the process whose lock it is
+        state.lock_owners.add(self)
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
         if this_thread.recorder is not None:  # a model within another one's step
             return model.run_train_one_batch(*arguments, **options)
-        if self._pid != os.getpid():  # forked, while a thread of the parent may have held it
-            self._lock, self._pid = threading.RLock(), os.getpid()
         # released before a step runs eagerly, as many may
         with self._lock:
             kind, tensors = self._kind_of(arguments, options, precision)

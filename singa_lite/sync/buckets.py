@@ -251,8 +251,9 @@ class BucketedSync(Scheme, ABC):
 
         Where the parameters that have gradients change from step to step, the least recently used are dropped.
         """
-        if params in self._buckets:
-            self._buckets[params] = self._buckets.pop(params)
+        kept = self._buckets.pop(params, None)
+        if kept is not None and kept.dtype == params[0].dtype:  # which may have changed
+            self._buckets[params] = kept
         else:
             self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
             most = MOST_COPIES * _size_of({param for group in self._buckets for param in group})

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DTypeError
 from ..graph.recorder import unrecorded
 from ..tensor import Tensor
 from .grouping import layout
@@ -140,6 +140,12 @@ class ParamState:
                 for param in new:
                     self._kept[param] = made
                     self._fill(param)
+        for param in group.params:
+            if found := {part.dtype for part in self._kept[param].parts[param]} - {group.dtype}:
+                raise DTypeError(
+                    f"{param.name} is {group.dtype}, but what its dist_option keeps of earlier steps is {found.pop()}; "
+                    "make a new DistOpt for a parameter that changes its dtype"
+                )
         kept = self._kept[group.params[0]]
         if list(map(id, kept.params)) == list(map(id, group.params)):
             return kept

@@ -269,6 +269,12 @@ def test_options_after_the_script_are_the_scripts(tmp_path, dashes):
     assert run_command(command).stdout == "[0] ['-n', '5', '--timeout-s', '-m']\n"
 
 
+def test_options_after_the_script_are_no_abbreviations_of_the_launchers(tmp_path):
+    options = ["--n", "5", "--num=4", "--env", "a", "--m", "3", "--h", "--version"]
+    script = write_script(tmp_path, HEAD + "print(sys.argv[1:])")
+    assert run_command([*launch_command(script, 1), *options]).stdout == f"[0] {options}\n"
+
+
 def test_a_module_runs_by_name(tmp_path):
     write_script(tmp_path, HEAD + "print(__name__, sys.argv[1:])", "some_module.py")
     command = [*launch_command(Path(), 2)[:-1], "-m", "some_module", "-x"]
@@ -377,6 +383,21 @@ def test_one_of_several_launchers_is_refused(tmp_path, monkeypatch, capsys, laun
         f"this launcher is task 1 of 3 of {launcher}, and each would start a job of its own; start the script"
     )
     assert message in capsys.readouterr().err
+
+
+def test_all_variables_that_say_so_are_named(tmp_path, monkeypatch, capsys):
+    for name, value in (
+        ("PMI_SIZE", "3"),
+        ("PMI_RANK", "1"),
+        ("SLURM_STEP_NUM_TASKS", "3"),
+        ("SLURM_PROCID", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-n", "2", str(write_script(tmp_path, ""))])
+    error = capsys.readouterr().err
+    assert "of MPICH or Intel MPI (mpiexec) or Slurm (srun), and" in error
+    assert "unset PMI_SIZE SLURM_STEP_NUM_TASKS)" in error
 
 
 @pytest.mark.parametrize(

@@ -686,8 +686,35 @@ def test_in_a_slurm_allocation_the_srun_line_is_shown(tmp_path, monkeypatch, cap
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(SystemExit):
         cli.main(["run", "-n", "2", "-s", "1", "--timeout-s", "9", "-H", "hosts", "-m", "some.module", "a b"])
-    line = f"srun -n 3 --distribution=cyclic --label {sys.executable} -m some.module 'a b'"
-    assert f"SINGA_LITE_NUM_SERVERS=1 SINGA_LITE_TIMEOUT_S=9.0 {line}\n" in capsys.readouterr().err
+    line = (
+        f"srun -n 3 --kill-on-bad-exit=1 --distribution=cyclic --label {sys.executable} -m some.module 'a b'"
+    )
+    assert (
+        f"srun starts processes: SINGA_LITE_NUM_SERVERS=1 SINGA_LITE_TIMEOUT_S=9.0 {line}\n"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_srun_line_has_the_folders_and_says_what_it_lacks(tmp_path, monkeypatch, capsys):
+    start_in(tmp_path / "here", monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    options = ["--checkpoint", "c k", "--log-dir", "logs", "--max-restarts", "2", "--env-worker", "A:b"]
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-n", "2", "-H", "hosts", *options, "script.py"])
+    error = capsys.readouterr().err
+    assert "starts processes (without --max-restarts, --env-worker, which srun lacks): " in error
+    variables = dict(
+        word.split("=", 1) for word in shlex.split(error.rpartition("): ")[2].partition(" srun ")[0])
+    )
+    here = tmp_path / "here"
+    assert variables == {
+        "SINGA_LITE_LOG_DIR": str(here / "logs"),
+        "SINGA_LITE_CHECKPOINT": str(here / "c k"),
+    }
+    assert (
+        f" SINGA_LITE_CHECKPOINT='{here}/c k' srun -n 2 " in error
+    )  # the name outside of quotes, for a shell
+    assert not (here / "c k").exists()
 
 
 def test_inside_a_step_of_slurm_mpiexec_starts_the_job(tmp_path, monkeypatch):

@@ -299,6 +299,94 @@ def test_schedules():
     assert opt.Constant(0.3)(17) == 0.3
     assert opt.ExponentialDecay(1.0, 10, 0.5)(5) == pytest.approx(0.5**0.5)
     assert opt.ExponentialDecay(1.0, 10, 0.5, staircase=True)(19) == 0.5
+    assert opt.ExponentialDecay(1.0, 0.1, 0.5, staircase=True)(1) == 0.5**10  # 1 // 0.1 is 9
+
+
+class Given(opt.DecayScheduler):
+    """What ``value`` gives at each step."""
+
+    def __init__(self, value):
+        super().__init__(0.0)
+        self.value = value
+
+    def call(self, step):
+        return self.value(step)
+
+
+@pytest.mark.parametrize("value", [np.array(0.25), np.array([0.25]), np.array([[0.25]], np.float32)])
+def test_a_schedule_may_give_an_array_of_one_number(value):
+    assert stepped(opt.SGD(lr=Given(lambda step: value)), 1.0) == 0.75
+
+
+@pytest.mark.parametrize("value", [np.array([0.25, 0.5]), np.array(["0.25"]), np.array([True])])
+def test_a_schedule_that_gives_another_array_is_refused(value):
+    with pytest.raises(OptionError, match="lr = array"):
+        stepped(opt.SGD(lr=Given(lambda step: value)), 1.0)
+
+
+def stepped(optimizer, start):
+    """The value of a parameter that was ``start``, after a step with gradient 1."""
+    param = Tensor(data=np.array([start], np.float32))
+    optimizer.update(param, Tensor(data=np.ones(1, np.float32)))
+    optimizer.step()
+    return float(to_numpy(param)[0])
+
+
+def test_dampening_does_nothing_without_momentum_however_that_is_said():
+    changed = opt.SGD(lr=1.0, momentum=0.9, dampening=0.5)
+    changed.momentum = 0.0
+    for optimizer in (
+        opt.SGD(lr=1.0, dampening=0.5),
+        opt.SGD(lr=1.0, momentum=opt.Constant(0.0), dampening=0.5),
+        changed,
+    ):
+        assert stepped(optimizer, 0.0) == -1.0
+    assert stepped(opt.SGD(lr=1.0, momentum=0.9, dampening=0.5), 0.0) == -0.5
+
+
+def test_a_schedule_that_gives_nesterov_a_dampening_is_refused_at_its_step():
+    optimizer = opt.SGD(momentum=0.9, nesterov=True, dampening=Given(lambda step: 0.5 * (step > 1)))
+    stepped(optimizer, 0.0)
+    stepped(optimizer, 0.0)
+    with pytest.raises(OptionError, match=r"dampening = 0.5 at step 2, but nesterov needs 0"):
+        stepped(optimizer, 0.0)
+
+
+class Averaged(opt.SGD):
+    slot_names = (*opt.SGD.slot_names, "average")
+
+    def update_all(self, pairs):
+        pairs = list(pairs)
+        super().update_all(pairs)
+        for param, _ in pairs:
+            average = self.slots(param)["average"]
+            average *= 0.5
+            average += param * 0.5
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_subclass_of_sgd_keeps_an_array_of_its_own(momentum):
+    optimizer, param = Averaged(lr=0.1, momentum=momentum), Tensor(data=np.array([1.0]), dtype="float64")
+    p, v, average = 1.0, 0.0, 0.0
+    for _ in range(3):
+        optimizer.update(param, Tensor(data=np.array([2.0]), dtype="float64"))
+        v = momentum * v + 2.0
+        p -= 0.1 * v
+        average = 0.5 * average + 0.5 * p
+    np.testing.assert_allclose(to_numpy(param), [p], rtol=1e-12)
+    np.testing.assert_allclose(to_numpy(optimizer.slots(param)["average"]), [average], rtol=1e-12)
+
+
+@pytest.mark.parametrize("make", [lambda: opt.SGD(momentum=0.9), opt.Adam, opt.AdaGrad, opt.RMSProp])
+def test_a_parameter_that_changes_its_dtype_needs_another_optimizer(make):
+    optimizer, param = make(), Tensor(data=np.ones(3, np.float32), name="w")
+    optimizer.update(param, Tensor(data=np.ones(3, np.float32)))
+    before = to_numpy(param).tolist()
+    param.to_type("float64")
+    with pytest.raises(DTypeError, match=r"w is float64, but its \w+ of earlier steps is float32"):
+        optimizer.update(param, Tensor(data=np.ones(3), dtype="float64"))
+    assert to_numpy(param).tolist() == before
+    make().update(param, Tensor(data=np.ones(3), dtype="float64"))
 
 
 @pytest.mark.parametrize(

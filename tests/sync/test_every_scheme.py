@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 from tests.slow_cases import slow_but_first
 from tests.sync.by_hand import sparse_bytes
 from tests.sync.make_scheme import begin, make_scheme
+from tests.sync.training import made, steps
 
 SHAPES = [(3, 5), (40,), (7, 2, 2), (1,), (11,)]
 TOTAL = sum(math.prod(shape) for shape in SHAPES)
@@ -704,3 +705,22 @@ def test_a_run_that_resumes_keeps_the_residuals_of_an_update_that_fails_behind_i
     names, first, then = {a: "a", b: "b"}, [((a, b), 0), ((a,), 1)], [((a,), 2), ((a,), 3)]
     straight, resumed = residuals([*first, *then]), residuals(then, residuals(first))
     assert straight["a:residual"].tobytes() == resumed["a:residual"].tobytes()
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("name", sorted(find_schemes()))
+def test_a_parameter_that_changes_its_dtype_is_sent_or_refused(name: str, use_graph: bool) -> None:
+    options = {"powerSGD": "powerSGD:1", "randomK": "randomK:1"}
+    net = made(LocalCommunicator(World()), use_graph, options.get(name, name))
+    steps(net, 0, 0, 2)
+    for layers in (net.first, net.second):
+        layers.W.to_type("float64")
+        layers.b.to_type("float64")
+    wide = [Tensor(data=np.ones(shape), dtype="float64") for shape in ((4, 5), (4, 3))]
+    try:
+        net(*wide)
+    except DTypeError as error:
+        assert "float64" in str(error)
+    else:
+        assert not [key for key in net.optimizer.get_states() if key.endswith(":residual")]
+    autograd.training = False

@@ -208,16 +208,16 @@ class Exp(SavesOutput):
         return like(context, "mul", dys[0], *context.saved)
 
 
-def exp(x: Tensor) -> Tensor:
-    """Return e ** x, element by element; beyond the range of the dtype it is inf.
+def exp(a: Tensor) -> Tensor:
+    """Return e ** a, element by element; beyond the range of the dtype it is inf.
 
     Args:
-        x: float tensor of any shape.
+        a: float tensor of any shape.
 
     Returns:
-        Same shape and dtype as ``x``.
+        Same shape and dtype as ``a``.
     """
-    return Exp()(x)  # type: ignore[no-any-return]
+    return Exp()(a)  # type: ignore[no-any-return]
 
 
 class Log(Elementwise):
@@ -272,16 +272,16 @@ class Abs(Operator):
         return like(context, "mul", dys[0], like(context, "sign", *context.saved))
 
 
-def abs(x: Tensor) -> Tensor:
+def abs(a: Tensor) -> Tensor:
     """Return the absolute value, element by element; the gradient at 0 is 0.
 
     Args:
-        x: tensor of any shape and dtype.
+        a: tensor of any shape and dtype.
 
     Returns:
-        Same shape and dtype as ``x``.
+        Same shape and dtype as ``a``.
     """
-    return Abs()(x)  # type: ignore[no-any-return]
+    return Abs()(a)  # type: ignore[no-any-return]
 
 
 class Negative(Operator):

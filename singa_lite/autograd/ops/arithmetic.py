@@ -120,9 +120,9 @@ class Mul(Broadcasting):
         return da, db
 
 
-def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """Return a * b, element by element; arguments, result and errors as ``add``."""
-    return combine(Mul(), a, b)
+def mul(x: Tensor | Number, y: Tensor | Number) -> Tensor:
+    """Return x * y, element by element; arguments, result and errors as ``add``."""
+    return combine(Mul(), x, y)
 
 
 class Div(Broadcasting):
