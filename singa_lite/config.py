@@ -116,7 +116,7 @@ class State:
         rounded: the step whose copies of parameters are fresh (graph.rounded.RoundedCopies), else None.
         rounded_lock: held while a step's copies become fresh or are forgotten.
         device_lock: held while a device is made.
-        lock_owners: those that have a lock of their own, ``_lock``, which a forked child makes new.
+        lock_owners: id of each that has a lock of its own, ``_lock``, which a forked child makes new -> the owner.
         works_in_flight: ids of collectives that were started and not waited for (comm.work.Work).
         exposed: id of each array that Python has as ``Tensor.data`` -> a weak reference to it (graph.rounded).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
@@ -153,7 +153,7 @@ class State:
     rounded: Any = None  # Any: likewise; graph/rounded.py owns it
     rounded_lock: Any = field(default_factory=threading.RLock)  # Any: a function's result on Python 3.10
     device_lock: Any = field(default_factory=threading.RLock)  # Any: likewise
-    lock_owners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
+    lock_owners: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     works_in_flight: set[int] = field(default_factory=set)
     exposed: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     allow_tf32: bool = False
@@ -167,7 +167,7 @@ this_thread = OfThread()
 def _renew_locks() -> None:
     """Make new locks in a child that is forked: a thread that has held one of the old ones is not there."""
     state.communicator_lock, state.rounded_lock, state.device_lock = (threading.RLock() for _ in range(3))
-    for owner in state.lock_owners:
+    for owner in list(state.lock_owners.values()):
         owner._lock = threading.RLock()
     state.works_in_flight.clear()  # they are the parent's
     if state.rounded is not None:  # it may have been changing

@@ -18,6 +18,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.work import Work
 from singa_lite.config import state
+from singa_lite.kvstore.replica import ReplicaStore
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.limits import LIMIT_S
 
@@ -178,11 +179,56 @@ def test_a_child_that_is_forked_while_a_thread_pushes_uses_its_own_store() -> No
     assert (done.returncode, done.stdout.strip()) == (0, "[1.0, 1.0, 1.0]"), done.stderr
 
 
+FORKS_INSIDE = """
+import os
+import numpy as np
+from singa_lite import kvstore
+from singa_lite.tensor import Tensor, to_numpy
+
+store, child = kvstore.create("local"), []
+store.init("w", Tensor(data=np.zeros(3)))
+
+
+def update(key, pushed, stored):
+    stored += pushed
+    if not child:
+        child.append(os.fork())
+
+
+store.set_updater(update)
+store.push("w", Tensor(data=np.ones(3)))
+store.push("w", Tensor(data=np.ones(3)))
+out = Tensor((3,))
+store.pull("w", out)
+print(to_numpy(out).tolist(), flush=True)
+if child[0] == 0:
+    os._exit(0)
+assert os.waitpid(child[0], 0)[1] == 0
+"""
+
+
+def test_a_child_that_is_forked_in_a_call_of_a_store_ends_it_and_goes_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_INSIDE], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["[2.0, 2.0, 2.0]"] * 2), done.stderr
+
+
+def test_locks_are_kept_by_owner_whatever_compares_equal() -> None:
+    class Store(ReplicaStore):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Store)
+
+    stores = [Store("local", LocalCommunicator(World())) for _ in range(2)]
+    assert all(state.lock_owners[id(store)] is store for store in stores)
+
+
 FORKS_WHILE_LOCKED = """
 import os, signal, threading
 import numpy as np
 from singa_lite import layer, model, opt, tensor
 from singa_lite.config import state
+from singa_lite.kvstore.replica import ReplicaStore
 
 
 class Net(model.Model):

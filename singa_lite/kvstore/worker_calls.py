@@ -40,7 +40,7 @@ class WorkerCalls(KVStoreBase):
         self._failure = ""  # what broke the store
         self._progress = progress_of_process()
         self._lock = threading.RLock()  # of the thread in a call: another would take its answers or memory
-        state.lock_owners.add(self)
+        state.lock_owners[id(self)] = self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, worker {self.rank} of {self.num_workers})"
@@ -100,14 +100,15 @@ class WorkerCalls(KVStoreBase):
     @contextmanager
     def _one_thread(self, where: str) -> Iterator[None]:
         """Wait BUSY_S seconds for another thread that is inside, then raise a CommError."""
-        if not self._lock.acquire(timeout=BUSY_S):
+        lock = self._lock  # which is another one in a child that is forked inside
+        if not lock.acquire(timeout=BUSY_S):
             raise CommError(
                 f"{self._name}: {where}: another thread is in a call of this store; call it in one thread at a time"
             )
         try:
             yield
         finally:
-            self._lock.release()
+            lock.release()
 
     @contextmanager
     def applying(self, where: str) -> Iterator[None]:

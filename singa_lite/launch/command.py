@@ -28,10 +28,17 @@ from .several_hosts import Placement, srun_line
 
 RSH = "ssh"
 MAX_HOSTS = 1024
-# options of a job that no variable of its ranks stands for
+# options that have nothing like them in the line for srun
 NOT_WITH_SRUN = (
-    *("max_restarts", "min_ranks", "trace", "env_worker", "env_server", "stop_timeout"),
-    *("sync_dst_dir", "rsh"),
+    "max_restarts",
+    "min_ranks",
+    "log_dir",
+    "trace",
+    "env_worker",
+    "env_server",
+    "stop_timeout",
+    "sync_dst_dir",
+    "rsh",
 )
 DESCRIPTOR = re.compile(r"/dev/(stdin|fd/.*)|/proc/[^/]+/(task/[^/]+/)?fd/.*")
 USAGE = (
@@ -174,7 +181,7 @@ def launch_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         placement = Placement(read_hosts(options.hosts), _rsh(parser, options.rsh), options.sync_dst_dir)
         if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
             left_out = [f"--{name.replace('_', '-')}" for name in NOT_WITH_SRUN if getattr(options, name)]
-            note = f" (without {', '.join(left_out)}, which srun lacks)" if left_out else ""
+            note = f" (without {', '.join(left_out)})" if left_out else ""
             line = srun_line(command, options.num_workers, given, options.checkpoint)
             parser.error(f"-H: this is a Slurm allocation, where srun starts processes{note}: {line}")
     restart = check_restart(restart, options.num_workers)
@@ -223,7 +230,9 @@ def _check_is_alone(parser: argparse.ArgumentParser) -> None:
     task = task_of_mpi()
     if task is not None:
         _, rank, size = task
-        found = {launcher: name for launcher, (name, _) in LAUNCHERS.items() if os.environ.get(name)}
+        found = {
+            launcher: name for launcher, (name, _) in LAUNCHERS.items() if os.environ.get(name) == str(size)
+        }
         parser.error(
             f"this launcher is task {rank} of {size} of {' or '.join(found)}, and each would start a job of its own; "
             "start the script itself with that, or one launcher, with -H for several hosts (where separate jobs are "

@@ -280,7 +280,6 @@ def srun_line(
     values = {
         "SINGA_LITE_NUM_SERVERS": options.num_servers or None,
         "SINGA_LITE_TIMEOUT_S": options.timeout_s,
-        "SINGA_LITE_LOG_DIR": options.log_dir and os.path.abspath(options.log_dir),
         "SINGA_LITE_CHECKPOINT": checkpoint and os.path.abspath(checkpoint),
     }
     variables = [f"{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]

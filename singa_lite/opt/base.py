@@ -31,7 +31,6 @@ from .arguments import description_of, make
 from .checks import (
     as_pairs,
     check_arrays,
-    check_kept,
     check_not_wrapped,
     check_pair,
     check_steps,
@@ -57,6 +56,7 @@ OWN_ATTRIBUTES = (
     "_unnamed",
     "_has_updated",
     "slot_names",
+    "_has_momentum",
 )
 
 
@@ -87,7 +87,8 @@ class Optimizer:
         dtype: accepted for SINGA scripts; what is kept of a parameter has its dtype.
     """
 
-    slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
+    # the arrays kept per parameter, in the parameter's shape and dtype; those of its kernel first
+    slot_names: tuple[str, ...] = ()
     is_recordable = False
     records_per_kind = 1  # records that recorded steps need whose arguments are alike
     places_streams = False  # whether a Model calls ``place_streams`` before each training step
@@ -322,14 +323,24 @@ class Optimizer:
     ) -> None:
         """Run an update kernel for each of the ``groups``, with the next of ``attributes``."""
         names = self.slot_names[: len(UPDATES[kernel].states)]
-        for device, params, grads in groups:
-            kept = [self.slots(param) for param in params] if names else []
-            for param, slots in zip(params, kept, strict=False):
-                check_kept(type(self).__name__, param, {name: slots[name].dtype for name in names})
-            states = [slots[name].array for name in names for slots in kept]
+        kept = [
+            self._kept(names, params) for _, params, _ in groups
+        ]  # of all, before a kernel changes anything
+        for (device, params, grads), states in zip(groups, kept, strict=True):
             device.backend.run(
                 kernel, *grads, out=(*(param.array for param in params), *states), **next(attributes)
             )
+
+    def _kept(self, names: tuple[str, ...], params: list[Tensor]) -> list[Any]:
+        """Return the arrays of the slots ``names``, each of all ``params``; DTypeError unless they have their dtype."""
+        slots = [self.slots(param) for param in params] if names else []
+        for param, each in zip(params, slots, strict=False):  # without names there are none
+            if wrong := [name for name in names if each[name].dtype != param.dtype]:
+                raise DTypeError(
+                    f"{type(self).__name__}: {param.name} is {param.dtype}, but its {wrong[0]} of earlier steps is "
+                    f"{each[wrong[0]].dtype}; make a new optimizer for a parameter that changes its dtype"
+                )
+        return [each[name].array for name in names for each in slots]
 
     def number(self, name: str) -> Any:  # Any: a float, or a Scalar while a step is recorded
         """Return the schedule called ``name`` at this step, for a kernel; every replay reads it again."""
@@ -349,7 +360,7 @@ class Optimizer:
         )
         if not is_in_range:
             self._check_number(name, number, step)
-        return number if type(number) is float else as_number(number)
+        return float(number)
 
     def _check_number(self, name: str, number: object, step: int) -> None:
         """Raise OptionError unless a schedule's value is a number, and in the range of a ScheduleAttribute."""

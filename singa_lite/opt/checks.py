@@ -89,16 +89,6 @@ def as_pairs(optimizer: str, pairs: object) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def check_kept(owner: str, param: Tensor, dtypes: Mapping[str, np.dtype[Any]]) -> None:
-    """Raise DTypeError unless all that is kept of ``param``, dtypes by name, has the dtype that it has now."""
-    for name, dtype in dtypes.items():
-        if dtype != param.dtype:
-            raise DTypeError(
-                f"{owner}: {param.name} is {param.dtype}, but its {name} of earlier steps is {dtype}; make a new "
-                "optimizer for a parameter that changes its dtype"
-            )
-
-
 def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
     """Raise a typed error unless ``grad`` can update ``param``."""
     param.begin_change(f"{optimizer}: {param.name}")

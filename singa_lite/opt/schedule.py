@@ -109,7 +109,7 @@ class ExponentialDecay(DecayScheduler):
 
     def call(self, step: int) -> float:
         exponent = step / self.decay_steps
-        if self.staircase:
+        if self.staircase and exponent < math.inf:
             exponent = math.floor(exponent)
         try:
             return float(self.init_value * self.decay_rate**exponent)
@@ -138,9 +138,7 @@ def described(value: object, step: int) -> Any:
 
 
 def as_number(value: object) -> float:
-    """Return a number, or an array of one, as a float; NaN for anything else, and infinity where it is too large."""
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.item()
+    """Return a number, or an array of shape (), as a float; NaN for anything else, infinity where it is too large."""
     if isinstance(value, (bool, str, bytes)):
         return math.nan
     try:
@@ -196,4 +194,6 @@ class ScheduleAttribute:
         least = 0.0 if self.has_zero else math.ulp(0.0)
         if not least <= as_number(value) < self.below:
             text = f">= 0 and < {self.below:g}" if self.has_zero else "> 0 and finite"
+            if math.isnan(as_number(value)):
+                text = f"a number {text}"
             raise OptionError(f"{type(optimizer).__name__}: {self.name} = {value!r} {when} must be {text}")

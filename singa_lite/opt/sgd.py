@@ -6,14 +6,14 @@ from __future__ import annotations
 from ..errors import OptionError, check_bool
 from ..graph.recorder import guard, scalar
 from .base import MomentumRule, Optimizer, Pairs
-from .schedule import DecayScheduler, ScheduleAttribute
+from .schedule import Constant, DecayScheduler, ScheduleAttribute
 
 
 class SGD(Optimizer):
     """v = momentum * v + (1 - dampening) * g with g = grad + weight_decay * p, then p -= lr * v.
 
-    With nesterov p -= lr * (g + momentum * v). v starts at zero, so dampening acts from the first step on; where
-    momentum is 0 it does nothing, as in SINGA.
+    With nesterov p -= lr * (g + momentum * v). v starts at zero, so dampening acts from the first step on; with
+    momentum 0, a number and no schedule, it does nothing, as in SINGA.
 
     Args:
         lr: learning rate, >= 0.
@@ -45,6 +45,7 @@ class SGD(Optimizer):
         self.nesterov = nesterov
 
     is_recordable = True
+    _has_momentum = False  # or had: one that comes back goes on from what it has summed
     momentum = ScheduleAttribute()
     dampening = ScheduleAttribute()
     weight_decay = ScheduleAttribute()
@@ -54,19 +55,20 @@ class SGD(Optimizer):
         before = vars(self).get(name)
         if name == "nesterov":
             value = check_bool("SGD", name, value)
+        elif name == "slot_names" and isinstance(value, tuple):
+            value = tuple(sorted(value, key=lambda slot: slot != "momentum"))  # kernels take the first
         super().__setattr__(name, value)
         if name not in ("momentum", "dampening", "nesterov"):
             return
         if vars(self).get("nesterov") and (self.momentum.call(0) <= 0 or self.dampening.call(0) != 0):
             vars(self)[name] = before
             raise OptionError("SGD: nesterov needs momentum > 0 and dampening 0")
-        if name == "momentum" and value != 0:  # for good: one that comes back goes on from what it has summed
-            own = (slot for slot in self.slot_names if slot != "momentum")  # of a subclass
-            self.slot_names = ("momentum", *own)
+        if name == "momentum" and value != 0 and not self._has_momentum:
+            self._has_momentum = True
+            self.slot_names = tuple(dict.fromkeys(("momentum", *self.slot_names)))
 
     def update_all(self, pairs: Pairs) -> None:
-        guard((self, "nesterov"), lambda: self.nesterov)
-        if "momentum" not in self.slot_names:
+        if not self._sums():
             self.run_update(
                 "sgd_update", pairs, lr=self.number("lr"), weight_decay=self.number("weight_decay")
             )
@@ -76,16 +78,21 @@ class SGD(Optimizer):
             momentum = scalar(self._nesterov_momentum)
             self.run_update("nesterov_update", pairs, lr=lr, momentum=momentum, weight_decay=decay)
         else:
-            momentum, gain = self.number("momentum"), scalar(self._gain)
+            momentum, gain = self.number("momentum"), scalar(lambda: 1 - self._dampening())
             self.run_update("momentum_update", pairs, lr=lr, momentum=momentum, gain=gain, weight_decay=decay)
 
-    def _gain(self) -> float:
-        """Return the share of the gradient that momentum takes in at this step."""
-        dampening = self.value_of("dampening")
-        return 1.0 - dampening if dampening != 0 and self.value_of("momentum") != 0 else 1.0
+    def _sums(self) -> bool:
+        """Return whether gradients are summed up, in the first of ``slot_names``."""
+        guard((self, "nesterov"), lambda: (self.nesterov, self._has_momentum))
+        return self._has_momentum and bool(self.slot_names)
+
+    def _dampening(self, step: int | None = None) -> float:
+        momentum = self.momentum
+        has_none = type(momentum) is Constant and momentum.init_value == 0
+        return 0.0 if has_none else self.value_of("dampening", step)
 
     def _nesterov_momentum(self) -> float:
-        dampening = self.value_of("dampening")
+        dampening = self._dampening()
         if dampening != 0:
             raise OptionError(
                 f"SGD: dampening = {dampening} at step {self._step_counter}, but nesterov needs 0"
@@ -100,7 +107,7 @@ class SGD(Optimizer):
                 f"{type(self).__name__}: {last.__name__} has an update of its own, which a dist_option that takes the "
                 "momentum over does not call; write update_velocity there too"
             )
-        dampening = self.value_of("dampening", step)
+        dampening = self._dampening(step)
         if dampening != 0:
             raise OptionError(
                 f"SGD: dampening = {dampening} leaves a share of each gradient out, which a dist_option that takes the "
@@ -114,9 +121,8 @@ class SGD(Optimizer):
         With nesterov p -= lr * (g + weight_decay * p + momentum * w). So weight decay has its momentum, and what the
         slot held before goes on.
         """
-        guard((self, "nesterov"), lambda: self.nesterov)
         lr, decay = self.number("lr"), self.number("weight_decay")
-        if "momentum" not in self.slot_names:
+        if not self._sums():
             self.run_update("sgd_update", pairs, lr=lr, weight_decay=decay)
             return
         kernel = "nesterov_velocity_update" if self.nesterov else "velocity_update"

@@ -103,7 +103,7 @@ class Records:
         self._shapes: list[tuple[int, ...]] = []
         self._recorded: Kind | None = None  # of the step that is being recorded
         self._lock = threading.RLock()  # held while a step is recorded or replayed: its memory is there once
-        state.lock_owners.add(self)
+        state.lock_owners[id(self)] = self
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""

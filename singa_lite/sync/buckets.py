@@ -46,6 +46,10 @@ class Bucket:
             self.flat = self.backend.zeros((size,), self.dtype)
         self.grads = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
 
+    def fits(self) -> bool:
+        """Return whether the parameters have the shapes and dtypes that they had."""
+        return all((grad.shape, grad.dtype) == (param.shape, param.dtype) for param, grad in self.grads)
+
     def views(self, flat: Array) -> Iterator[tuple[Tensor, Array]]:
         """Yield each parameter with its part of ``flat``, in the parameter's shape."""
         for param, span in zip(self.params, self._spans, strict=True):
@@ -252,7 +256,7 @@ class BucketedSync(Scheme, ABC):
         Where the parameters that have gradients change from step to step, the least recently used are dropped.
         """
         kept = self._buckets.pop(params, None)
-        if kept is not None and kept.dtype == params[0].dtype:  # which may have changed
+        if kept is not None and kept.fits():
             self._buckets[params] = kept
         else:
             self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)

@@ -34,8 +34,8 @@ class PartialUpdate(Scheme):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # by the parameters of a step, which may change (two losses, two models)
-        self._chunks: dict[tuple[Tensor, ...], list[list[Tensor]]] = {}
+        # by the parameters of a step, which may change (two losses, two models), and their dtypes
+        self._chunks: dict[tuple[tuple[Tensor, Any], ...], list[list[Tensor]]] = {}
         self._num_updates = 0
         self._latest: deque[ChunkNames] = deque(maxlen=MAX_UPDATES)  # what the last of them had
 
@@ -65,7 +65,7 @@ class PartialUpdate(Scheme):
         self._latest.append(names)
 
     def _chunks_of(self, params: list[Tensor]) -> list[list[Tensor]]:
-        key = tuple(params)
+        key = tuple((param, param.dtype) for param in params)
         if key not in self._chunks:
             self._chunks[key] = []
             for dtype in dict.fromkeys(param.dtype for param in params):

@@ -129,6 +129,7 @@ class ParamState:
                     f"state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
                 )
         self._restored = {known[key]: np.array(v, known[key][0].dtype) for key, v in states.items()}
+        self._kept = {param: kept for param, kept in self._kept.items() if self._fits(param)}
         for param in self._kept:
             self._fill(param)
 
@@ -141,10 +142,10 @@ class ParamState:
                     self._kept[param] = made
                     self._fill(param)
         for param in group.params:
-            if found := {part.dtype for part in self._kept[param].parts[param]} - {group.dtype}:
+            if not self._fits(param):
                 raise DTypeError(
-                    f"{param.name} is {group.dtype}, but what its dist_option keeps of earlier steps is {found.pop()}; "
-                    "make a new DistOpt for a parameter that changes its dtype"
+                    f"{param.name} is {param.dtype}{list(param.shape)}, but what its dist_option keeps of earlier "
+                    "steps is of another dtype or shape; make a new DistOpt for a parameter that changes these"
                 )
         kept = self._kept[group.params[0]]
         if list(map(id, kept.params)) == list(map(id, group.params)):
@@ -153,6 +154,11 @@ class ParamState:
         for param in group.params:
             _copy(group, self._kept[param].parts[param], copies.parts[param])
         return copies
+
+    def _fits(self, param: Tensor) -> bool:
+        """Return whether a parameter's arrays are as they would be made now."""
+        arrays = zip(self._slots.values(), self._kept[param].parts[param], strict=True)
+        return all((slot.shape(param), param.dtype) == (array.shape, array.dtype) for slot, array in arrays)
 
     def _fill(self, param: Tensor) -> None:
         """Write restored or first values into a parameter's arrays."""

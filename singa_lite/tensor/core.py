@@ -569,14 +569,14 @@ class Tensor:
     def set_value(self, x: Number, inplace: bool = True) -> Tensor:
         """Set every element to ``x``."""
         value = _python_number(convert_number("set_value", x, self.dtype))
-        return self._target(inplace)._fill("fill", value=value)
+        return self._target("set_value", inplace)._fill("fill", value=value)
 
     def gaussian(self, mean: float, std: float, inplace: bool = True) -> Tensor:
         """Draw from the normal distribution of the device's random stream; OptionError unless both are finite."""
         mean, std = check_number("gaussian", "mean", mean), check_number("gaussian", "std", std, 0)
         if not self._holds(mean, std):
             raise OptionError(f"gaussian: mean = {mean} and std = {std} must be finite as {self.dtype}")
-        return self._target(inplace)._draw("random_normal", mean=mean, std=std)
+        return self._target("gaussian", inplace)._draw("random_normal", mean=mean, std=std)
 
     def uniform(self, low: float, high: float, inplace: bool = True) -> Tensor:
         """Draw uniformly from [low, high), or low where they are equal.
@@ -591,20 +591,20 @@ class Tensor:
                 raise OptionError(
                     f"uniform: low = {low} and high = {high} are no range of {self.dtype} numbers"
                 )
-        return self._target(inplace)._draw("random_uniform", low=low, high=high)
+        return self._target("uniform", inplace)._draw("random_uniform", low=low, high=high)
 
     def bernoulli(self, p: float, inplace: bool = True) -> Tensor:
         """Draw 1 with probability ``p``, else 0."""
-        return self._target(inplace)._draw("random_bernoulli", p=check_number("bernoulli", "p", p, 0, 1))
+        return self._target("bernoulli", inplace)._draw(
+            "random_bernoulli", p=check_number("bernoulli", "p", p, 0, 1)
+        )
 
     def _holds(self, *numbers: float) -> bool:
         """Return whether none of these is beyond the largest number of this dtype; True of one without such."""
         return not is_float(self.dtype) or max(map(abs, numbers)) <= largest_of(self.dtype)
 
-    def _target(self, inplace: bool) -> Tensor:
-        return (
-            self if check_bool("Tensor", "inplace", inplace) else Tensor(self.shape, self.device, self.dtype)
-        )
+    def _target(self, filler: str, inplace: bool) -> Tensor:
+        return self if check_bool(filler, "inplace", inplace) else Tensor(self.shape, self.device, self.dtype)
 
     def _draw(self, kernel: str, **attributes: float) -> Tensor:
         if not is_float(self.dtype):

@@ -398,6 +398,10 @@ def test_all_variables_that_say_so_are_named(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "of MPICH or Intel MPI (mpiexec) or Slurm (srun), and" in error
     assert "unset PMI_SIZE SLURM_STEP_NUM_TASKS)" in error
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # of what mpiexec runs in
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-n", "2", str(write_script(tmp_path, ""))])
+    assert "unset PMI_SIZE)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -479,7 +479,7 @@ FAILS = {  # of itself, before its first step
 def test_a_rank_that_fails_of_itself_is_left_out_whatever_it_prints(tmp_path, way):
     text = "import threading\nfrom singa_lite.errors import CommError\n"
     text += f"if rank == 1 and size == 3:\n    {FAILS[way]}\n"
-    options = ["--timeout", "20", "--max-restarts", "2", "--min-ranks", "2"]
+    options = ["--timeout-s", "20", "--max-restarts", "2", "--min-ranks", "2"]
     result = run_restarting(tmp_path, text + STEPS, *options)
     assert result.returncode == 0, result.stderr
     assert "with 2 ranks, as rank 1 failed twice running" in result.stderr
@@ -490,7 +490,7 @@ HANGS = "if number < 2 and rank == 0:\n    time.sleep(600)\n"
 
 
 def test_no_rank_is_left_out_for_one_that_hangs_before_its_first_step(tmp_path):
-    options = ["--timeout", "2", "--max-restarts", "2", "--min-ranks", "1"]
+    options = ["--timeout-s", "2", "--max-restarts", "2", "--min-ranks", "1"]
     result = run_restarting(tmp_path, HANGS + STEPS, *options)
     assert result.returncode == 0, result.stderr
     assert rounds_in(tmp_path) == {number: {0, 1, 2} for number in range(3)}
@@ -586,7 +586,7 @@ def test_a_job_goes_on_without_the_host_whose_rank_fails_at_the_start(tmp_path):
 @pytest.mark.slow  # as ranks of one host, above
 def test_no_host_loses_a_slot_for_one_whose_rank_hangs_before_its_first_step(tmp_path):
     options = [
-        "--timeout",
+        "--timeout-s",
         "3",
         "--max-restarts",
         "2",

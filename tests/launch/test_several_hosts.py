@@ -701,18 +701,10 @@ def test_the_srun_line_has_the_folders_and_says_what_it_lacks(tmp_path, monkeypa
     options = ["--checkpoint", "c k", "--log-dir", "logs", "--max-restarts", "2", "--env-worker", "A:b"]
     with pytest.raises(SystemExit):
         cli.main(["run", "-n", "2", "-H", "hosts", *options, "script.py"])
-    error = capsys.readouterr().err
-    assert "starts processes (without --max-restarts, --env-worker, which srun lacks): " in error
-    variables = dict(
-        word.split("=", 1) for word in shlex.split(error.rpartition("): ")[2].partition(" srun ")[0])
-    )
-    here = tmp_path / "here"
-    assert variables == {
-        "SINGA_LITE_LOG_DIR": str(here / "logs"),
-        "SINGA_LITE_CHECKPOINT": str(here / "c k"),
-    }
+    error, here = capsys.readouterr().err, tmp_path / "here"
+    assert "where srun starts processes (without --max-restarts, --log-dir, --env-worker): SINGA_" in error
     assert (
-        f" SINGA_LITE_CHECKPOINT='{here}/c k' srun -n 2 " in error
+        f": SINGA_LITE_CHECKPOINT='{here}/c k' srun -n 2 " in error
     )  # the name outside of quotes, for a shell
     assert not (here / "c k").exists()
 

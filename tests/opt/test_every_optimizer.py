@@ -300,6 +300,7 @@ def test_schedules():
     assert opt.ExponentialDecay(1.0, 10, 0.5)(5) == pytest.approx(0.5**0.5)
     assert opt.ExponentialDecay(1.0, 10, 0.5, staircase=True)(19) == 0.5
     assert opt.ExponentialDecay(1.0, 0.1, 0.5, staircase=True)(1) == 0.5**10  # 1 // 0.1 is 9
+    assert opt.ExponentialDecay(1.0, 5e-324, 0.5, staircase=True)(1) == 0
 
 
 class Given(opt.DecayScheduler):
@@ -313,15 +314,12 @@ class Given(opt.DecayScheduler):
         return self.value(step)
 
 
-@pytest.mark.parametrize("value", [np.array(0.25), np.array([0.25]), np.array([[0.25]], np.float32)])
-def test_a_schedule_may_give_an_array_of_one_number(value):
-    assert stepped(opt.SGD(lr=Given(lambda step: value)), 1.0) == 0.75
-
-
-@pytest.mark.parametrize("value", [np.array([0.25, 0.5]), np.array(["0.25"]), np.array([True])])
-def test_a_schedule_that_gives_another_array_is_refused(value):
-    with pytest.raises(OptionError, match="lr = array"):
+@pytest.mark.parametrize("value", [np.array([0.25]), np.array([0.25, 0.5]), "0.25", np.float32(-0.25)])
+def test_a_schedule_that_gives_no_number_in_the_range_is_refused(value):
+    kind = "" if value.__class__ is np.float32 else "a number "
+    with pytest.raises(OptionError, match=rf"lr = .* at step 0 must be {kind}>= 0 and < inf"):
         stepped(opt.SGD(lr=Given(lambda step: value)), 1.0)
+    assert stepped(opt.SGD(lr=Given(lambda step: np.array(0.25))), 1.0) == 0.75
 
 
 def stepped(optimizer, start):
@@ -341,6 +339,7 @@ def test_dampening_does_nothing_without_momentum_however_that_is_said():
         changed,
     ):
         assert stepped(optimizer, 0.0) == -1.0
+        assert optimizer.momentum_rule(0).momentum == 0
     assert stepped(opt.SGD(lr=1.0, momentum=0.9, dampening=0.5), 0.0) == -0.5
 
 
@@ -377,16 +376,52 @@ def test_a_subclass_of_sgd_keeps_an_array_of_its_own(momentum):
     np.testing.assert_allclose(to_numpy(optimizer.slots(param)["average"]), [average], rtol=1e-12)
 
 
+class ClassHasMomentumLast(opt.SGD):
+    slot_names = ("average", "momentum")
+
+
+class SetsSlotsLater(opt.SGD):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.slot_names = ("average", *self.slot_names)
+
+
+class OtherName(opt.SGD):
+    def __init__(self, **arguments):
+        super().__init__(momentum=0.5, **arguments)
+        self.slot_names = ("velocity",)
+
+
+@pytest.mark.parametrize("kind", [ClassHasMomentumLast, SetsSlotsLater, OtherName])
+def test_sgd_sums_up_in_its_own_array_wherever_a_subclass_names_others(kind):
+    gradients = [np.full((1, 1), g) for g in (1.0, 2.0, 4.0)]
+    found = []
+    for cls in (opt.SGD, kind):
+        optimizer, param = cls(lr=0.5), Tensor(data=np.ones((1, 1)), name="w")
+        for momentum, gradient in zip((0.0, 0.9, 0.0), gradients, strict=True):
+            optimizer.momentum = momentum
+            train(optimizer, param, [gradient])
+        found.append(to_numpy(param).tolist())
+        name = "velocity" if cls is OtherName else "momentum"
+        assert to_numpy(optimizer.slots(param)[name]).tolist() == [[4.0]]
+        assert "average" not in optimizer.slots(param) or to_numpy(optimizer.slots(param)["average"]) == 0
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("make", [lambda: opt.SGD(momentum=0.9), opt.Adam, opt.AdaGrad, opt.RMSProp])
 def test_a_parameter_that_changes_its_dtype_needs_another_optimizer(make):
-    optimizer, param = make(), Tensor(data=np.ones(3, np.float32), name="w")
-    optimizer.update(param, Tensor(data=np.ones(3, np.float32)))
-    before = to_numpy(param).tolist()
+    def pairs():
+        return [(param, Tensor(data=np.ones(3), dtype=param.dtype)) for param in (other, param)]
+
+    optimizer = make()
+    other, param = (Tensor(data=np.ones(3, np.float32), name=name) for name in ("other", "w"))
+    optimizer.update_pairs(pairs())
+    before = to_numpy(other).tolist(), to_numpy(param).tolist()
     param.to_type("float64")
     with pytest.raises(DTypeError, match=r"w is float64, but its \w+ of earlier steps is float32"):
-        optimizer.update(param, Tensor(data=np.ones(3), dtype="float64"))
-    assert to_numpy(param).tolist() == before
-    make().update(param, Tensor(data=np.ones(3), dtype="float64"))
+        optimizer.update_pairs(pairs())
+    assert (to_numpy(other).tolist(), to_numpy(param).tolist()) == before
+    make().update_pairs(pairs())
 
 
 @pytest.mark.parametrize(

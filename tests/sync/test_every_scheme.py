@@ -724,3 +724,32 @@ def test_a_parameter_that_changes_its_dtype_is_sent_or_refused(name: str, use_gr
     else:
         assert not [key for key in net.optimizer.get_states() if key.endswith(":residual")]
     autograd.training = False
+
+
+@pytest.mark.parametrize("option", ["fp32", "fp16", "partialUpdate", "localSGD:2", "sparseThreshold:0.1"])
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_one_of_two_parameters_changes(option: str, change: str) -> None:
+    """The others are there as before; what is sent in parts that are kept is cut anew."""
+    autograd.training = True
+    first, second = (Tensor(data=np.ones(2, np.float32), stores_grad=True, name=name) for name in "ab")
+    dist = opt.DistOpt(opt.SGD(0.125), communicator=LocalCommunicator(World()), dist_option=option)
+    dist.prepare({"a": first, "b": second}, {})
+
+    def step() -> None:
+        sums = [autograd.cast(autograd.reduce_sum(param), "float64") for param in (first, second)]
+        dist(autograd.add(*sums))
+
+    step()
+    if change == "dtype":
+        first.to_type("float64")
+    else:
+        first.reset_like(Tensor((3,)))
+        first.set_value(0.875)
+    if option == "sparseThreshold:0.1" or (option, change) == ("fp16", "dtype"):
+        with pytest.raises(DTypeError, match="a is float"), warnings.catch_warnings(record=True):
+            step()
+        return
+    step()
+    step()
+    for param, size in ((first, 2 + (change == "shape")), (second, 2)):
+        np.testing.assert_array_equal(to_numpy(param), np.full(size, 0.625))
