@@ -41,8 +41,7 @@ def backward_into_grads(
 ) -> None:
     """Compute the gradient of every parameter, into ``Tensor.grad``: the work of ``Tensor.backward``."""
     callbacks = _as_list(communicator_callbacks)
-    # a copy, as dy may be one of the gradients that change
-    gradients = backward(y, dy.clone() if isinstance(dy, Tensor) else dy)
+    gradients = backward(y, dy)
     for callback in callbacks:
         callback.begin()
     changed: list[Tensor] = []

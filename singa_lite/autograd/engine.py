@@ -144,6 +144,7 @@ class Node:
     recomputed: Recomputed | None = None  # its output
     untracked: tuple[Memory, ...] = ()  # while a step is recorded: of the inputs that take no gradient
     is_replayed = False  # whether it stands for a recorded step
+    others: tuple[weakref.ref[Tensor], ...] = ()  # leaves among its inputs that take no gradient
 
     def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
         self.op = op
@@ -159,6 +160,15 @@ class Node:
             for tensor, needed in zip(inputs, context.needs_grad, strict=True)
         ]
         self.outputs: list[tuple[tuple[int, ...], Any]] = []  # (shape, dtype) of each
+        if not all(context.needs_grad):
+            pairs = zip(inputs, context.needs_grad, strict=True)
+            self.others = tuple([weakref.ref(t) for t, needed in pairs if not needed and t.creator is None])
+
+    def changed_leaves(self) -> Iterator[Tensor]:
+        """Yield the leaves among its inputs whose values have changed since."""
+        for leaf in (*self.sources, *[other() for other in self.others]):
+            if isinstance(leaf, Tensor) and leaf.changed_at > self.number:
+                yield leaf
 
     def keep_less(self, context: Context, inputs: tuple[Tensor, ...], output: Array) -> None:
         """Keep no array for backward that can be computed again: of ``inputs``, and ``output``."""
@@ -449,7 +459,7 @@ def _seed(y: Tensor, dy: Tensor | float | None) -> Array:
         if dy.shape != y.shape:
             raise ShapeError(f"backward: dy has shape {dy.shape} but y has {y.shape}")
         check_alike("backward: dy and y", dy, y)
-        return dy.array
+        return dy.clone().array  # as the caller may change dy while the walk goes on
     if isinstance(dy, (str, bytes)):
         raise DTypeError(f"backward: dy must be a Tensor, a number or None, not {type(dy).__name__}")
     try:
@@ -479,13 +489,11 @@ def nodes_behind(root: Node) -> list[Node]:
 
 def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor]]:
     uses: dict[Tensor, int] = {}  # leaf -> recorded uses not yet visited
-    changed: set[Tensor] = set()  # leaves, since a use
     for node in nodes:
         for source in node.sources:
             if isinstance(source, Tensor):
                 uses[source] = uses.get(source, 0) + 1
-                if source.changed_at > node.number:
-                    changed.add(source)
+    changed = {leaf for node in nodes for leaf in node.changed_leaves()}  # since a use
     gradients: dict[Any, _Gradient] = {(nodes[0], output): _Gradient(seed, is_shared=True)}
     for node in nodes:
         with kept_unread(changed, type(node.op).__name__, node.number) if changed else nullcontext():
@@ -494,11 +502,14 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
             if isinstance(source, Tensor):
                 uses[source] -= 1
                 if uses[source] == 0 and source in gradients:
+                    before = next(state.numbers)
                     # in no variable, so that the caller alone has it
                     yield (
                         source,
                         Tensor.wrap(gradients.pop(source).release(source.device.backend), source.device),
                     )
+                    if next(state.numbers) != before + 1:  # the caller may have changed leaves
+                        changed.update(leaf for other in nodes for leaf in other.changed_leaves())
     lap("backward")
 
 

@@ -176,6 +176,9 @@ def _take(indices: Iterator[int], count: int) -> Array:
     """Return the next ``count`` indices, int64, shape (count,)."""
     try:
         taken = [operator.index(index) for index in islice(indices, count)]
+        found = np.array(taken, np.int64)
+    except OverflowError as error:
+        raise DataError(f"batches: the sampler yielded an index that no dataset has: {error}") from None
     except TypeError as error:
         raise DTypeError(
             f"batches: the sampler must yield ints ({error}); a ShardedSampler's are batches already"
@@ -184,4 +187,4 @@ def _take(indices: Iterator[int], count: int) -> Array:
         raise DataError(
             f"batches: the sampler ended after {len(taken)} of a batch's {count} indices; its length says more"
         )
-    return np.array(taken, np.int64)
+    return found

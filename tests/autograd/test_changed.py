@@ -190,3 +190,55 @@ def test_a_copy_in_another_process_was_not_changed_there(tmp_path):
         [sys.executable, "-c", text, tmp_path / "w"], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.stdout == "[2. 4.]\n", result.stderr
+
+
+@pytest.mark.parametrize("flag", ["requires_grad", "stores_grad"])
+def test_a_parameter_that_was_frozen_in_the_forward_pass_must_be_as_it_was(flag):
+    """As a GAN does it: the discriminator is frozen for the loss of the generator, and updated before its backward."""
+    w, v = parameters()
+    setattr(v, flag, False)
+    product = autograd.reduce_sum(autograd.matmul(w, v))
+    total = autograd.reduce_sum(autograd.add(w, v))
+    setattr(v, flag, True)
+    CHANGES["update"](v)
+    with pytest.raises(GraphError, match=r"Matmul needs v of shape \(2, 2\) as it was"):
+        autograd.gradients(product)
+    assert to_numpy(autograd.gradients(total)[w]).tolist() == [[1, 1], [1, 1]]  # which does not read it
+
+
+def test_an_input_that_backward_reads_must_be_as_it_was():
+    w, _ = parameters()
+    batch = from_numpy(np.ones((3, 2), np.float32))
+    product = autograd.reduce_sum(autograd.matmul(batch, w))
+    batch.copy_from_numpy(np.zeros((3, 2), np.float32))
+    with pytest.raises(GraphError, match=r"Matmul needs a tensor of shape \(3, 2\) as it was"):
+        autograd.gradients(product)
+
+
+def test_what_the_loop_over_gradients_changes_must_not_be_read_after_it():
+    w, v, last = parameters(w=[[1.0, 2.0]], v=[[1.0, 2.0], [3.0, 4.0]], last=[[5.0], [6.0]])
+    first = []
+    with pytest.raises(GraphError, match=r"Matmul needs v of shape \(2, 2\) as it was"):
+        for param, _ in autograd.backward(autograd.matmul(autograd.matmul(w, v), last)):
+            first.append(param)
+            v *= 0.5
+    assert first == [last]
+
+
+def test_a_parameter_may_be_updated_as_soon_as_its_gradient_is_there():
+    w, v = parameters()
+    u = from_numpy(np.ones((1, 2), np.float32))
+    expected = to_numpy(autograd.gradients(autograd.reduce_sum(autograd.matmul(autograd.matmul(u, w), v)))[w])
+    for param, gradient in autograd.backward(autograd.reduce_sum(autograd.matmul(autograd.matmul(u, w), v))):
+        if param is w:
+            np.testing.assert_array_equal(to_numpy(gradient), expected)
+        param *= 0.5 if param is w else 1.0
+
+
+def test_dy_may_be_a_parameter_that_the_loop_updates():
+    a, b = parameters(a=[[1.0, 2.0]], b=[[3.0, 4.0]])
+    found = {}
+    for param, gradient in autograd.backward(a + autograd.relu(b), a):
+        found[param] = to_numpy(gradient).tolist()
+        a *= 0.0
+    assert found == {a: [[1, 2]], b: [[1, 2]]}
