@@ -80,13 +80,14 @@ def parse_arguments():
 
 
 class WarmupCosine(opt.DecayScheduler):
-    """Up to ``peak`` in a straight line, then down to 0 along half a cosine."""
+    """Up to ``peak`` in a straight line, then down to 0 along half a cosine; ``ahead`` steps later than it is asked."""
 
-    def __init__(self, peak, warmup_steps, steps):
+    def __init__(self, peak, warmup_steps, steps, ahead=0):
         super().__init__(peak)
-        self.warmup_steps, self.steps = warmup_steps, steps
+        self.warmup_steps, self.steps, self.ahead = warmup_steps, steps, ahead
 
     def call(self, step):
+        step += self.ahead
         if step < self.warmup_steps:
             return self.init_value * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
@@ -129,13 +130,18 @@ def main():
         job = checkpoint.load_job(arguments.checkpoint, model, sampler=sampler)
         if job:
             history = job.extra["history"]
+            before, ahead = job.extra["schedule"]
+            if before != steps:  # other ranks, of which an epoch has another number of steps
+                ahead = round(share_done(sampler, arguments) * steps) - sgd.step_counter
+            sgd.opt.lr.ahead = ahead
             if is_first:
                 print(f"Going on from step {job.step}", flush=True)
+                print("Figures of this epoch will be those of what is left of it", flush=True)
     for epoch in range(sampler.epoch, arguments.epochs):
         if is_first:
             print(f"Starting Epoch {epoch}:", flush=True)
         start = time.perf_counter()
-        loss, correct, sent = train_epoch(model, sgd, dev, cifar, sampler, arguments, history)
+        loss, correct, trained, sent = train_epoch(model, sgd, dev, cifar, sampler, arguments, history)
         if sampler.epoch == epoch:  # all ranks have left it after the same step
             if is_first:
                 print(f"Stopped at step {sgd.step_counter}, as asked", flush=True)
@@ -143,13 +149,12 @@ def main():
         seconds = time.perf_counter() - start
         sgd.synchronize(model)  # the running statistics of batch norm are each rank's own
         tested = evaluate(model, dev, cifar, sgd, arguments)
-        loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)
-        history.append((loss, correct / len(cifar.train_labels), tested / len(cifar.test_labels)))
+        loss, correct, trained, tested = sum_over_ranks([loss, correct, trained, tested], sgd)
+        history.append((loss, correct / trained, tested / len(cifar.test_labels)))
         if is_first:
             print(f"Training loss = {loss:.6f}, training accuracy = {history[-1][1]:.6f}")
             print(f"Evaluation accuracy = {history[-1][2]:.6f}")
-            speed = len(cifar.train_labels) / seconds
-            print(f"{speed:.0f} images/s, {sent / len(sampler):.0f} bytes sent per step and rank", flush=True)
+            print(f"{trained / seconds:.0f} images/s, {sent:.0f} bytes sent per step and rank", flush=True)
         if arguments.checkpoint:
             save(model, sgd, sampler, arguments, history)
             if sgd.should_stop:
@@ -162,6 +167,13 @@ def main():
         model.save_states(path, {"epochs": np.array(arguments.epochs)})
         print(f"checkpoint: {path.resolve()}")
         print(f"plot: {plot(history, arguments)}", flush=True)
+
+
+def share_done(sampler, arguments):
+    """The share of the job's images that were trained on, on however many ranks."""
+    state = sampler.state_dict()
+    done = state["start"] + state["position"] * state["world_size"] * state["batch_size"]
+    return (state["epoch"] + done / state["num_samples"]) / arguments.epochs
 
 
 def load_data(arguments):
@@ -180,10 +192,10 @@ def make_batches(cifar, sampler, seed):
 
 
 def train_epoch(model, sgd, dev, cifar, sampler, arguments, history):
-    """What is left of an epoch, or less if asked to stop; this rank's sum of batch losses, number of correct answers
-    and bytes sent."""
+    """What is left of an epoch, or less if asked to stop; this rank's sum of batch losses, numbers of correct answers
+    and of images, and bytes sent per step."""
     model.train()
-    loss_sum, correct, sent = 0.0, 0, 0
+    loss_sum, correct, trained, sent, step = 0.0, 0, 0, 0, 0
     for step, (x, y) in enumerate(
         data.prefetch(make_batches(cifar, sampler, arguments.seed), sampler=sampler)
     ):
@@ -191,6 +203,7 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments, history):
         out, loss = model(x, labels, arguments.dist_option, arguments.spars)
         loss_sum += loss.item()
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
+        trained += len(y)
         sent += sgd.bytes_sent
         if sgd.global_rank == 0:
             show_progress(step + 1, len(sampler), loss.item())
@@ -200,14 +213,13 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments, history):
                 save(model, sgd, sampler, arguments, history)
             if sgd.should_stop:
                 break
-    return loss_sum, correct, sent
+    return loss_sum, correct, trained, sent / (step + 1)
 
 
 def save(model, sgd, sampler, arguments, history):
     """Save the job; at once if the processes were asked to stop, or else while training goes on."""
-    checkpoint.save_job(
-        arguments.checkpoint, model, sampler=sampler, extra={"history": history}, block=sgd.should_stop
-    )
+    extra = {"history": history, "schedule": [sgd.opt.lr.steps, sgd.opt.lr.ahead]}
+    checkpoint.save_job(arguments.checkpoint, model, sampler=sampler, extra=extra, block=sgd.should_stop)
 
 
 def evaluate(model, dev, cifar, sgd, arguments):

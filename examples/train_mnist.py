@@ -100,11 +100,12 @@ def main():
             history = job.extra["history"]
             if is_first:
                 print(f"Going on from step {job.step}", flush=True)
+                print("Figures of this epoch will be those of what is left of it", flush=True)
     for epoch in range(sampler.epoch, arguments.epochs):
         if is_first:
             print(f"Starting Epoch {epoch}:", flush=True)
         start = time.perf_counter()
-        loss, correct, sent = train_epoch(model, sgd, dev, mnist, sampler, arguments, history)
+        loss, correct, trained, sent = train_epoch(model, sgd, dev, mnist, sampler, arguments, history)
         if sampler.epoch == epoch:  # all ranks have left it after the same step
             if is_first:
                 print(f"Stopped at step {sgd.step_counter}, as asked", flush=True)
@@ -113,13 +114,12 @@ def main():
         if not sgd.keeps_equal:
             sgd.synchronize(model)  # between averages a parameter differs from rank to rank
         tested = evaluate(model, dev, mnist, sgd, arguments)
-        loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)
-        history.append((loss, correct / len(mnist.train_labels), tested / len(mnist.test_labels)))
+        loss, correct, trained, tested = sum_over_ranks([loss, correct, trained, tested], sgd)
+        history.append((loss, correct / trained, tested / len(mnist.test_labels)))
         if is_first:
             print(f"Training loss = {loss:.6f}, training accuracy = {history[-1][1]:.6f}")
             print(f"Evaluation accuracy = {history[-1][2]:.6f}")
-            speed = len(mnist.train_labels) / seconds
-            print(f"{speed:.0f} images/s, {sent / len(sampler):.0f} bytes sent per step and rank", flush=True)
+            print(f"{trained / seconds:.0f} images/s, {sent:.0f} bytes sent per step and rank", flush=True)
         if arguments.checkpoint:
             save(model, sgd, sampler, arguments, history)
             if sgd.should_stop:
@@ -140,16 +140,17 @@ def main():
 
 
 def train_epoch(model, sgd, dev, mnist, sampler, arguments, history):
-    """What is left of an epoch, or less if asked to stop; this rank's sum of batch losses, number of correct answers
-    and bytes sent."""
+    """What is left of an epoch, or less if asked to stop; this rank's sum of batch losses, numbers of correct answers
+    and of images, and bytes sent per step."""
     model.train()
-    loss_sum, correct, sent = 0.0, 0, 0
+    loss_sum, correct, trained, sent, step = 0.0, 0, 0, 0, 0
     for step, indices in enumerate(sampler):
         x, y = data.make_batch(mnist.train_images, mnist.train_labels, indices, mean=MEAN, std=STD)
         x, labels = tensor.from_numpy(x.astype(arguments.dtype), dev), tensor.from_numpy(y, dev)
         out, loss = model(x, labels, arguments.dist_option, arguments.spars)
         loss_sum += loss.item()
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
+        trained += len(y)
         sent += sgd.bytes_sent
         if sgd.global_rank == 0:
             show_progress(step + 1, len(sampler), loss.item())
@@ -159,7 +160,7 @@ def train_epoch(model, sgd, dev, mnist, sampler, arguments, history):
                 save(model, sgd, sampler, arguments, history)
             if sgd.should_stop:
                 break
-    return loss_sum, correct, sent
+    return loss_sum, correct, trained, sent / (step + 1)
 
 
 def save(model, sgd, sampler, arguments, history):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/train_cifar.py on random images and on files of the CIFAR-10 format, on one process and on two."""
 
+import argparse
 import importlib.util
 import math
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from singa_lite.data import synthetic_cifar10
+from singa_lite.data import ShardedSampler, synthetic_cifar10
 from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
@@ -161,6 +162,23 @@ def test_the_learning_rate_grows_in_a_line_and_falls_along_half_a_cosine(script)
     assert [schedule(step) for step in (4, 12, 20, 25)] == pytest.approx([0.8, 0.4, 0.0, 0.0])
     assert all(schedule(step) > schedule(step + 1) for step in range(4, 19))
     assert script.WarmupCosine(0.8, 0, 1)(0) == 0.8
+    assert script.WarmupCosine(0.8, 4, 20, ahead=5)(7) == schedule(12)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_on_other_ranks_the_learning_rate_goes_on_where_it_was(script, ranks):
+    """0.625 of the job is done: an epoch and half of the second of two, by two ranks."""
+    arguments, seen = argparse.Namespace(epochs=2), ShardedSampler(96, 4, 0, 2)
+    for epoch in range(2):
+        assert seen.epoch == epoch
+        for number, _ in enumerate(seen):
+            if (epoch, number) == (1, 2):
+                state = seen.state_dict()
+                break
+    assert script.share_done(seen, arguments) == (1 + 3 * 8 / 96) / 2 == 0.625
+    others = ShardedSampler(96, 4, 0, ranks)
+    others.load_state_dict(state)
+    assert script.share_done(others, arguments) == 0.625
 
 
 def test_the_batches_of_all_ranks_are_the_whole_epoch_each_image_changed_on_its_own(script):
