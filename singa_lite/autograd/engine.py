@@ -493,6 +493,8 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
         for source in node.sources:
             if isinstance(source, Tensor):
                 uses[source] = uses.get(source, 0) + 1
+    # by id, as references of equal tensors are equal
+    others = {id(other): other for node in nodes for other in node.others}
     changed = {leaf for node in nodes for leaf in node.changed_leaves()}  # since a use
     gradients: dict[Any, _Gradient] = {(nodes[0], output): _Gradient(seed, is_shared=True)}
     for node in nodes:
@@ -509,7 +511,10 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
                         Tensor.wrap(gradients.pop(source).release(source.device.backend), source.device),
                     )
                     if next(state.numbers) != before + 1:  # the caller may have changed leaves
-                        changed.update(leaf for other in nodes for leaf in other.changed_leaves())
+                        leaves = (*uses, *[other() for other in others.values()])
+                        changed.update(
+                            leaf for leaf in leaves if leaf is not None and leaf.changed_at > before
+                        )
     lap("backward")
 
 
