@@ -503,7 +503,10 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
         for source in node.sources:
             if isinstance(source, Tensor):
                 uses[source] -= 1
-                if uses[source] == 0 and source in gradients:
+                if uses[source] > 0:
+                    continue
+                del uses[source]
+                if source in gradients:
                     before = next(state.numbers)
                     # in no variable, so that the caller alone has it
                     yield (
