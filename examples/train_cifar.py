@@ -130,13 +130,14 @@ def main():
         job = checkpoint.load_job(arguments.checkpoint, model, sampler=sampler)
         if job:
             history = job.extra["history"]
-            before, ahead = job.extra["schedule"]
+            before, ahead = job.extra.get("schedule", (steps, 0))
             if before != steps:  # other ranks, of which an epoch has another number of steps
                 ahead = round(share_done(sampler, arguments) * steps) - sgd.step_counter
             sgd.opt.lr.ahead = ahead
             if is_first:
                 print(f"Going on from step {job.step}", flush=True)
-                print("Figures of this epoch will be those of what is left of it", flush=True)
+                if sampler.state_dict()["start"] + sampler.position:
+                    print("Figures of this epoch will be those of what is left of it", flush=True)
     for epoch in range(sampler.epoch, arguments.epochs):
         if is_first:
             print(f"Starting Epoch {epoch}:", flush=True)

@@ -100,7 +100,8 @@ def main():
             history = job.extra["history"]
             if is_first:
                 print(f"Going on from step {job.step}", flush=True)
-                print("Figures of this epoch will be those of what is left of it", flush=True)
+                if sampler.state_dict()["start"] + sampler.position:
+                    print("Figures of this epoch will be those of what is left of it", flush=True)
     for epoch in range(sampler.epoch, arguments.epochs):
         if is_first:
             print(f"Starting Epoch {epoch}:", flush=True)

@@ -164,6 +164,10 @@ class Node:
             pairs = zip(inputs, context.needs_grad, strict=True)
             self.others = tuple([weakref.ref(t) for t, needed in pairs if not needed and t.creator is None])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but references, which cannot be."""
+        return {**vars(self), "others": ()}
+
     def changed_leaves(self) -> Iterator[Tensor]:
         """Yield the leaves among its inputs whose values have changed since."""
         for leaf in (*self.sources, *[other() for other in self.others]):

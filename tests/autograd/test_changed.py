@@ -242,3 +242,13 @@ def test_dy_may_be_a_parameter_that_the_loop_updates():
         found[param] = to_numpy(gradient).tolist()
         a *= 0.0
     assert found == {a: [[1, 2]], b: [[1, 2]]}
+
+
+def test_what_was_recorded_can_be_pickled():
+    w, _ = parameters()
+    loss = autograd.reduce_sum(autograd.matmul(from_numpy(np.ones((3, 2), np.float32)), w))
+    again = pickle.loads(pickle.dumps(loss))
+    assert to_numpy(again).tolist() == to_numpy(loss).tolist()
+    [(param, gradient)] = autograd.backward(again)
+    np.testing.assert_array_equal(to_numpy(gradient), to_numpy(autograd.gradients(loss)[w]))
+    assert param is not w and to_numpy(param).tolist() == to_numpy(w).tolist()
