@@ -41,7 +41,7 @@ SETTLED_S = 30.0  # a file that nobody uses for so long is left behind, not of a
 
 def run(kind: Kind, folder: Path, steps: int, *options: str) -> str:
     """Run a job to its end; return its output. SystemExit if it hangs or fails."""
-    launcher = ["--timeout", str(TIMEOUT_S), "--max-restarts", "1", "--checkpoint", str(folder)]
+    launcher = ["--timeout-s", str(TIMEOUT_S), "--max-restarts", "1", "--checkpoint", str(folder)]
     command = kind.command(folder, Path(f"{folder}-result"), steps, *launcher)
     process = subprocess.Popen(
         [*command, *options],
