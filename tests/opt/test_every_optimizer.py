@@ -392,12 +392,13 @@ class OtherName(opt.SGD):
         self.slot_names = ("velocity",)
 
 
+@pytest.mark.parametrize("start", [0.0, 0.9])
 @pytest.mark.parametrize("kind", [ClassHasMomentumLast, SetsSlotsLater])
-def test_sgd_sums_up_in_its_own_array_wherever_a_subclass_names_others(kind):
+def test_sgd_sums_up_in_its_own_array_wherever_a_subclass_names_others(kind, start):
     gradients = [np.full((1, 1), g) for g in (1.0, 2.0, 4.0)]
     found = []
     for cls in (opt.SGD, kind):
-        optimizer, param = cls(lr=0.5), Tensor(data=np.ones((1, 1)), name="w")
+        optimizer, param = cls(lr=0.5, momentum=start), Tensor(data=np.ones((1, 1)), name="w")
         for momentum, gradient in zip((0.0, 0.9, 0.0), gradients, strict=True):
             optimizer.momentum = momentum
             train(optimizer, param, [gradient])
