@@ -43,7 +43,10 @@ class AdaGrad(Optimizer):
 
     def update_all(self, pairs: Pairs) -> None:
         lr, epsilon, weight_decay = map(self.number, ("lr", "epsilon", "weight_decay"))
-        self.run_update("adagrad_update", pairs, lr=lr, epsilon=epsilon, weight_decay=weight_decay)
+        slots = AdaGrad.slot_names
+        self.run_update(
+            "adagrad_update", pairs, slots=slots, lr=lr, epsilon=epsilon, weight_decay=weight_decay
+        )
 
 
 class RMSProp(Optimizer):
@@ -83,6 +86,7 @@ class RMSProp(Optimizer):
         self.run_update(
             "rmsprop_update",
             pairs,
+            slots=RMSProp.slot_names,
             lr=self.number("lr"),
             weight=scalar(lambda: 1 - self.value_of("rho")),
             epsilon=self.number("epsilon"),
@@ -135,6 +139,7 @@ class Adam(Optimizer):
         self.run_update(
             self.kernel,
             pairs,
+            slots=Adam.slot_names,
             rate=scalar(lambda: self.value_of("lr") / self._correction("beta_1")),
             weight_1=scalar(lambda: 1 - self.value_of("beta_1")),
             weight_2=scalar(lambda: 1 - self.value_of("beta_2")),

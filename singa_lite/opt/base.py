@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -56,7 +56,6 @@ OWN_ATTRIBUTES = (
     "_unnamed",
     "_has_updated",
     "slot_names",
-    "_has_momentum",
 )
 
 
@@ -87,7 +86,7 @@ class Optimizer:
         dtype: accepted for SINGA scripts; what is kept of a parameter has its dtype.
     """
 
-    # the arrays kept per parameter, in the parameter's shape and dtype; those of its kernel first
+    # the arrays kept per parameter, in the parameter's shape and dtype
     slot_names: tuple[str, ...] = ()
     is_recordable = False
     records_per_kind = 1  # records that recorded steps need whose arguments are alike
@@ -274,31 +273,39 @@ class Optimizer:
         self.momentum_rule(self._step_counter)
         raise OptionError(f"{type(self).__name__}: writes momentum_rule, but not update_velocity")
 
-    def run_update(self, kernel: str, pairs: Pairs, **attributes: Any) -> None:
+    def run_update(
+        self, kernel: str, pairs: Pairs, *, slots: Sequence[str] | None = None, **attributes: Any
+    ) -> None:
         """Check all ``pairs``, then run an update kernel once for all tensors of a device and dtype.
 
         Args:
-            kernel: a name of ``backend.formulas.UPDATES``; its states are the first of ``slot_names``.
+            kernel: a name of ``backend.formulas.UPDATES``.
             pairs: what ``update_all`` was given.
+            slots: those of ``slot_names`` that are the kernel's states, in its order; None: all of them.
             attributes: of the kernel: numbers, or what ``scalar`` gives for those that change.
 
         Raises:
-            OptionError: there is no such kernel. ShapeError, DTypeError, DeviceError: a gradient does not fit, or what
-                is kept of a parameter that has got another dtype since.
+            OptionError: there is no such kernel, or it has another number of states. ShapeError, DTypeError,
+                DeviceError: a gradient does not fit, or what is kept of a parameter that has got another dtype since.
         """
         check_choice("run_update", "kernel", kernel, tuple(UPDATES))
+        names = self.slot_names if slots is None else tuple(slots)
+        if len(names) != len(UPDATES[kernel].states) or not {*names} <= {*self.slot_names}:
+            raise OptionError(
+                f"{type(self).__name__}: {kernel} changes {len(UPDATES[kernel].states)} arrays per parameter; name "
+                f"them by slots=, from {self.slot_names}, got {names}"
+            )
         self._guard_methods()
         self.note_update()
         if not isinstance(pairs, BackwardPairs):
             groups = self._grouped(pairs)
-            self._run_update(
-                kernel, groups, _attributes_of_kernels(attributes) if len(groups) > 1 else iter([attributes])
-            )
+            each = _attributes_of_kernels(attributes) if len(groups) > 1 else iter([attributes])
+            self._run_update(kernel, names, groups, each)
             return
         each, is_first = _attributes_of_kernels(attributes), True
         with deferred_interrupts():
             for part in pairs.parts():
-                self._run_update(kernel, self._grouped(part), each)
+                self._run_update(kernel, names, self._grouped(part), each)
                 del part  # or its memory would be in use until the next one is there
                 if not is_first and this_thread.recorder is not None:
                     this_thread.recorder.updates_in_parts = True
@@ -319,13 +326,15 @@ class Optimizer:
         return list(groups.values())
 
     def _run_update(
-        self, kernel: str, groups: list[UpdateGroup], attributes: Iterator[dict[str, Any]]
+        self,
+        kernel: str,
+        names: tuple[str, ...],
+        groups: list[UpdateGroup],
+        attributes: Iterator[dict[str, Any]],
     ) -> None:
-        """Run an update kernel for each of the ``groups``, with the next of ``attributes``."""
-        names = self.slot_names[: len(UPDATES[kernel].states)]
-        kept = [
-            self._kept(names, params) for _, params, _ in groups
-        ]  # of all, before a kernel changes anything
+        """Run an update kernel for each of the ``groups``, with the slots ``names`` and the next of ``attributes``."""
+        # of all, before a kernel changes anything
+        kept = [self._kept(names, params) for _, params, _ in groups]
         for (device, params, grads), states in zip(groups, kept, strict=True):
             device.backend.run(
                 kernel, *grads, out=(*(param.array for param in params), *states), **next(attributes)

@@ -45,7 +45,6 @@ class SGD(Optimizer):
         self.nesterov = nesterov
 
     is_recordable = True
-    _has_momentum = False  # or had: one that comes back goes on from what it has summed
     momentum = ScheduleAttribute()
     dampening = ScheduleAttribute()
     weight_decay = ScheduleAttribute()
@@ -55,36 +54,33 @@ class SGD(Optimizer):
         before = vars(self).get(name)
         if name == "nesterov":
             value = check_bool("SGD", name, value)
-        elif name == "slot_names" and isinstance(value, tuple):
-            value = tuple(sorted(value, key=lambda slot: slot != "momentum"))  # kernels take the first
+        elif name == "slot_names" and isinstance(value, tuple) and self._sums():
+            value = tuple(dict.fromkeys((*value, "momentum")))  # it stays
         super().__setattr__(name, value)
         if name not in ("momentum", "dampening", "nesterov"):
             return
         if vars(self).get("nesterov") and (self.momentum.call(0) <= 0 or self.dampening.call(0) != 0):
             vars(self)[name] = before
             raise OptionError("SGD: nesterov needs momentum > 0 and dampening 0")
-        if name == "momentum" and value != 0 and not self._has_momentum:
-            self._has_momentum = True
-            self.slot_names = tuple(dict.fromkeys(("momentum", *self.slot_names)))
+        if name == "momentum" and value != 0 and not self._sums():
+            self.slot_names = (*self.slot_names, "momentum")
 
     def update_all(self, pairs: Pairs) -> None:
-        if not self._sums():
-            self.run_update(
-                "sgd_update", pairs, lr=self.number("lr"), weight_decay=self.number("weight_decay")
-            )
-            return
         lr, decay = self.number("lr"), self.number("weight_decay")
+        if not self._sums():
+            self.run_update("sgd_update", pairs, slots=(), lr=lr, weight_decay=decay)
+            return
+        guard((self, "nesterov"), lambda: self.nesterov)
         if self.nesterov:
-            momentum = scalar(self._nesterov_momentum)
-            self.run_update("nesterov_update", pairs, lr=lr, momentum=momentum, weight_decay=decay)
+            kernel, numbers = "nesterov_update", {"momentum": scalar(self._nesterov_momentum)}
         else:
-            momentum, gain = self.number("momentum"), scalar(lambda: 1 - self._dampening())
-            self.run_update("momentum_update", pairs, lr=lr, momentum=momentum, gain=gain, weight_decay=decay)
+            kernel = "momentum_update"
+            numbers = {"momentum": self.number("momentum"), "gain": scalar(lambda: 1 - self._dampening())}
+        self.run_update(kernel, pairs, slots=("momentum",), lr=lr, weight_decay=decay, **numbers)
 
     def _sums(self) -> bool:
-        """Return whether gradients are summed up, in the first of ``slot_names``."""
-        guard((self, "nesterov"), lambda: (self.nesterov, self._has_momentum))
-        return self._has_momentum and bool(self.slot_names)
+        """Return whether there is, or was, momentum, or a subclass names its slot: one set later goes on from there."""
+        return "momentum" in self.slot_names
 
     def _dampening(self, step: int | None = None) -> float:
         momentum = self.momentum
@@ -123,7 +119,9 @@ class SGD(Optimizer):
         """
         lr, decay = self.number("lr"), self.number("weight_decay")
         if not self._sums():
-            self.run_update("sgd_update", pairs, lr=lr, weight_decay=decay)
+            self.run_update("sgd_update", pairs, slots=(), lr=lr, weight_decay=decay)
             return
+        guard((self, "nesterov"), lambda: self.nesterov)
         kernel = "nesterov_velocity_update" if self.nesterov else "velocity_update"
-        self.run_update(kernel, pairs, lr=lr, momentum=self.number("momentum"), decay=decay)
+        momentum = self.number("momentum")
+        self.run_update(kernel, pairs, slots=("momentum",), lr=lr, momentum=momentum, decay=decay)

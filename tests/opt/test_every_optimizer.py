@@ -386,14 +386,17 @@ class SetsSlotsLater(opt.SGD):
         self.slot_names = ("average", *self.slot_names)
 
 
-class OtherName(opt.SGD):
+class ForgetsMomentum(opt.SGD):
     def __init__(self, **arguments):
-        super().__init__(momentum=0.5, **arguments)
-        self.slot_names = ("velocity",)
+        super().__init__(**arguments)
+        self.slot_names = ("average",)
 
 
-@pytest.mark.parametrize("start", [0.0, 0.9])
-@pytest.mark.parametrize("kind", [ClassHasMomentumLast, SetsSlotsLater])
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [(kind, 0.9) for kind in (ClassHasMomentumLast, SetsSlotsLater, ForgetsMomentum)]
+    + [(kind, 0.0) for kind in (SetsSlotsLater, ForgetsMomentum)],  # the other one sums up from the start
+)
 def test_sgd_sums_up_in_its_own_array_wherever_a_subclass_names_others(kind, start):
     gradients = [np.full((1, 1), g) for g in (1.0, 2.0, 4.0)]
     found = []
@@ -408,13 +411,35 @@ def test_sgd_sums_up_in_its_own_array_wherever_a_subclass_names_others(kind, sta
     assert found[0] == found[1]
 
 
-def test_a_subclass_of_sgd_may_call_its_momentum_otherwise():
+class AdamWithMore(opt.Adam):
+    slot_names = ("maximum", "v", "m")
+
+
+def test_an_optimizer_finds_its_arrays_by_name():
     found = []
-    for optimizer, name in ((opt.SGD(lr=0.5, momentum=0.5), "momentum"), (OtherName(lr=0.5), "velocity")):
+    for optimizer in (opt.Adam(lr=0.5), AdamWithMore(lr=0.5)):
         param = Tensor(data=np.ones((1, 1)), name="w")
-        train(optimizer, param, [np.ones((1, 1))] * 3)
-        found.append((to_numpy(param).tolist(), to_numpy(optimizer.slots(param)[name]).tolist()))
-    assert found == [([[-1.125]], [[1.75]])] * 2
+        train(optimizer, param, [np.full((1, 1), g) for g in (1.0, -2.0, 4.0)])
+        slots = {name: to_numpy(slot).tolist() for name, slot in optimizer.slots(param).items()}
+        assert slots.pop("maximum", [[0.0]]) == [[0.0]]
+        found.append((to_numpy(param).tolist(), slots))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("slots", [None, (), ("a", "b"), ("c",)])
+def test_a_kernel_is_given_the_arrays_that_it_has(slots):
+    class TwoSlots(opt.Optimizer):
+        slot_names = ("a", "b")
+
+        def update_all(self, pairs):
+            self.run_update("adagrad_update", pairs, slots=slots, lr=0.1, epsilon=1e-8)
+
+    param = Tensor(data=np.ones((1, 1)), name="w")
+    with pytest.raises(
+        OptionError, match=r"TwoSlots: adagrad_update changes 1 arrays per parameter.*'a', 'b'"
+    ):
+        TwoSlots(0.1).update(param, Tensor(data=np.ones((1, 1))))
+    assert to_numpy(param) == 1
 
 
 @pytest.mark.parametrize("make", [lambda: opt.SGD(momentum=0.9), opt.Adam, opt.AdaGrad, opt.RMSProp])
