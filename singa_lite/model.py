@@ -24,11 +24,16 @@ from .record.record import RecordInfo
 from .record.records import Records
 from .tensor import Tensor, to_numpy
 from .tensor.pytree import leaves
+from .tensor.tracked import loses_gradient
 from .users_line import warn
 
 if TYPE_CHECKING:
     from .model_file import Checkpoint
 
+EVALUATES = (
+    "{0} is in evaluation mode, where a call of the model records nothing: what its input was computed from gets no "
+    "gradient through it. Call its forward(), or clone() the input if that is meant"
+)
 RUNS_LATER = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
@@ -232,7 +237,11 @@ class Model(Layer):
                     f"{type(self).__name__}: call compile([inputs]) {'' if needs_ranks else 'or train() '}before "
                     "training, or eval() to evaluate"
                 )
-            return (self.forward if is_layer else self._evaluate)(*inputs, **options)
+            if is_layer:
+                return self.forward(*inputs, **options)
+            if loses_gradient(leaves((inputs, options))):
+                warn(EVALUATES.format(type(self).__name__))
+            return self._evaluate(*inputs, **options)
         if this_thread.model is self:
             raise GraphError(
                 f"{type(self).__name__}: its step calls the model, which would train it; call forward"

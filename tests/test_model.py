@@ -5,6 +5,7 @@ import copy
 import threading
 import warnings
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -446,9 +447,75 @@ def test_a_model_that_was_put_into_evaluation_stays_in_it_in_the_step_of_another
     net.part.eval()
     net.train()
     before = to_numpy(net.part.linear.W)
-    for step in range(4):
-        net(*batch(step))
+    with pytest.warns(UserWarning, match="PartModel is in evaluation mode"):
+        for step in range(4):
+            net(*batch(step))
     np.testing.assert_array_equal(to_numpy(net.part.linear.W), before)
+
+
+class Linear(model.Model):
+    """A pretrained network, such as a perceptual loss has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = layer.Linear(4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class WithCritic(Linear):
+    def __init__(self, means_it):
+        super().__init__()
+        self.critic, self.means_it = Linear(), means_it
+
+    def train_one_batch(self, x):
+        out = self.forward(x)
+        seen = self.critic(out.clone() if self.means_it else out)
+        loss = autograd.reduce_mean(seen * seen) + autograd.reduce_mean(out)
+        self.optimizer(loss)
+        return loss
+
+
+@pytest.mark.parametrize("means_it", [False, True])
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_gradient_that_ends_at_a_model_in_evaluation_is_reported(use_graph, means_it):
+    net, x = WithCritic(means_it), Tensor((2, 4))
+    net.critic.compile([x], is_train=False)
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([x], use_graph=use_graph)
+    with nullcontext() if means_it else pytest.warns(UserWarning, match="gets no gradient through it"):
+        net(x)
+    net.eval()
+    net.critic(net.forward(x))  # without a warning, which would be an error
+
+
+class Copies(Linear):
+    def __init__(self, how):
+        super().__init__()
+        self.target, self.how = layer.Linear(4), how
+
+    def forward(self, x):
+        return self.linear(x) + self.target(x)
+
+    def train_one_batch(self, x):
+        loss = autograd.reduce_mean(self.forward(x))
+        self.optimizer(loss)
+        getattr(self.target, self.how)(self.linear.get_params())
+        return loss
+
+
+@pytest.mark.parametrize("how", ["set_params", "set_states"])
+def test_a_recorded_step_may_copy_the_parameters_of_one_layer_to_another(how):
+    net, x = Copies(how), Tensor(data=np.ones((2, 4)))
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([x], use_graph=True)
+    for _ in range(3):
+        before = to_numpy(net.linear.b)
+        net(x)
+        assert (to_numpy(net.linear.b) != before).all()
+        np.testing.assert_array_equal(to_numpy(net.target.b), to_numpy(net.linear.b))
+    assert [info.break_reason for info in net.graph_info()] == [None]
 
 
 def test_a_step_that_calls_its_own_model_says_so():

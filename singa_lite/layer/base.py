@@ -191,15 +191,12 @@ class Layer:
         if missing or unknown:
             hint = "" if self._is_initialized else "; a layer has its parameters after its first call only"
             raise CheckpointError(f"{where}: {self!r} lacks values for {missing}, knows no {unknown}{hint}")
-        arrays = {
-            name: to_numpy(value) if isinstance(value, Tensor) else as_numbers(where, name, value)
-            for name, value in values.items()
-        }
-        for name, array in arrays.items():
-            if array.shape != targets[name].shape:
-                raise ShapeError(f"{where}: {name} has shape {targets[name].shape}, not {array.shape}")
-        for name, array in arrays.items():
-            targets[name].copy_from_numpy(array)
+        found = {name: _value_for(targets[name], where, name, value) for name, value in values.items()}
+        for name, value in found.items():
+            if value.shape != targets[name].shape:
+                raise ShapeError(f"{where}: {name} has shape {targets[name].shape}, not {value.shape}")
+        for name, value in found.items():
+            targets[name].copy_from(value)
 
     def _by_name(self, found: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         states: dict[str, Tensor] = {}
@@ -261,6 +258,14 @@ class Layer:
             )
 
 
+def _value_for(target: Tensor, where: str, name: str, value: Any) -> Tensor | np.ndarray:
+    """Return ``value`` as an array, or a copy of a Tensor like ``target``, as it may be another target itself."""
+    if not isinstance(value, Tensor):
+        return as_numbers(where, name, value)
+    is_alike = value.dtype == target.dtype and value.device is target.device
+    return value.clone() if is_alike else to_numpy(value)
+
+
 def check_once(where: str, name: str, by_place: object, by_name: object, default: object) -> None:
     """Raise OptionError if an argument in its place is given by name too, as another value, the default left aside."""
     if not is_one_of(by_name, (default, by_place)):
@@ -301,9 +306,13 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def items(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the entries of a list, tuple or dict as (path, entry); the value itself if it is another object."""
+    """Yield the entries of a list, tuple or dict as (path, entry); the value itself if it is another object.
+
+    A Tensor or Layer that is a key has its number as a name, as its text changes with its values.
+    """
     if isinstance(value, dict):
-        entries = [(str(key), entry) for key, entry in value.items()]
+        keys = [number if isinstance(key, (Tensor, Layer)) else key for number, key in enumerate(value)]
+        entries = [(str(key), entry) for key, entry in zip(keys, value.values(), strict=True)]
     elif isinstance(value, (list, tuple)):
         entries = [(str(number), entry) for number, entry in enumerate(value)]
     else:

@@ -294,6 +294,33 @@ def test_set_params_leaves_buffers_alone(net: Net) -> None:
     np.testing.assert_array_equal(to_numpy(net.blocks[0].bn.running_var), before)
 
 
+def test_set_params_may_exchange_the_parameters_of_two_layers() -> None:
+    holder = Layer()
+    holder.a, holder.b = Linear(2, 2), Linear(2, 2)
+    holder.b(holder.a(Tensor((1, 2))))
+    before = {name: to_numpy(param) for name, param in holder.get_params().items()}
+    params = holder.get_params()
+    holder.set_params(
+        {"a.W": params["b.W"], "a.b": params["b.b"], "b.W": params["a.W"], "b.b": params["a.b"]}
+    )
+    for one, other in ("a.W", "b.W"), ("b.W", "a.W"):
+        np.testing.assert_array_equal(to_numpy(holder.get_params()[one]), before[other])
+
+
+def test_a_tensor_or_layer_as_a_key_has_its_number_as_a_name() -> None:
+    holder = Layer()
+    holder.first, holder.second = Linear(2), Linear(2)
+    holder.second(holder.first(Tensor((1, 2))))
+    biases = holder.first.b, holder.second.b
+    holder.scale = {bias: Tensor((1,), stores_grad=True) for bias in biases}
+    holder.extra = {holder.first: Tensor((3,), stores_grad=True), "last": Tensor((4,), stores_grad=True)}
+    names = list(holder.get_params())
+    assert names[4:] == ["scale.0", "scale.1", "extra.0", "extra.last"]
+    for bias in biases:
+        bias += 1.0
+    assert list(holder.get_params()) == names
+
+
 def test_unknown_missing_and_misshapen_states_are_refused_before_any_change(net: Net) -> None:
     good = {name: to_numpy(state) + 1 for name, state in net.get_states().items()}
     before = {name: to_numpy(state) for name, state in net.get_states().items()}
