@@ -54,6 +54,7 @@ def backward_into_grads(
                 param.device.backend.run("add", grad.array, gradient.array, out=grad.array)
             else:
                 param.device.backend.run("copy", gradient.array, out=grad.array)
+            grad.note_change()
             changed.append(param)
             for callback in callbacks:
                 callback.add_gradient(param)

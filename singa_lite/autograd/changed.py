@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves that were changed between a forward pass and its backward, as parameters by the update of another loss.
+"""Memory that was changed between a forward pass and its backward, as that of parameters by another loss's update.
 
-An operator keeps the array of a leaf, not a copy. Where its backward reads that array, the gradients would mix old
-and new values; where it does not, as that of a sum, all is well. So kernels of such a backward are watched. A script's
-own operator may read in Python what it has given to ``context.save``, so all of that counts as read; what it keeps
-elsewhere is not seen. Not noticed is what a replay changes, and what is written to ``Tensor.data``.
+An operator keeps the arrays of its inputs, not copies. Where its backward reads an array that has changed since, the
+gradients would mix old and new values; where it does not, as that of a sum, all is well. So kernels of such a backward
+are watched. A script's own operator may read in Python what it has given to ``context.save``, so all of that counts as
+read; what it keeps elsewhere is not seen. Nor is it noticed what is written to ``Tensor.data``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from ..config import this_thread
 from ..errors import GraphError
-from ..tensor import Tensor
+from ..graph.changes import Changes
+from ..graph.memory import root_of
 
 
 @contextmanager
-def kept_unread(changed: Iterable[Tensor], operator: str, number: int) -> Iterator[None]:
-    """Inside: GraphError where a kernel reads one of the leaves ``changed`` that changed after call ``number``."""
-    leaves = [leaf for leaf in changed if leaf.changed_at > number]
+def kept_unread(changed: Mapping[int, Changes], operator: str, number: int) -> Iterator[None]:
+    """Inside: GraphError where a kernel reads memory of ``changed`` that has changed after call ``number``."""
 
     def check(inputs: tuple[Any, ...]) -> None:
-        for leaf in leaves:
-            may_share_memory = leaf.device.backend.may_share_memory
-            if any(may_share_memory(array, leaf.array) for array in inputs):
+        for array in inputs:
+            changes = changed.get(id(root_of(array)))
+            if changes is not None and changes.is_after(number, array):
                 raise GraphError(
-                    f"backward: {operator} needs {leaf.name or 'a tensor'} of shape {leaf.shape} as it was in the "
+                    f"backward: {operator} needs {changes.name or 'a tensor'} of shape {array.shape} as it was in the "
                     "forward pass, and it was changed since, in place or by an update; run the forward pass after the "
                     "update, or one backward() of the sum of the losses"
                 )

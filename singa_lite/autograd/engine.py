@@ -29,6 +29,7 @@ import numpy as np
 from ..config import state, this_thread
 from ..device import Device
 from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError
+from ..graph.changes import changed_after, noticed_changes
 from ..graph.clock import begin_step, lap
 from ..graph.memory import Memory
 from ..tensor import Tensor
@@ -144,7 +145,6 @@ class Node:
     recomputed: Recomputed | None = None  # its output
     untracked: tuple[Memory, ...] = ()  # while a step is recorded: of the inputs that take no gradient
     is_replayed = False  # whether it stands for a recorded step
-    others: tuple[weakref.ref[Tensor], ...] = ()  # leaves among its inputs that take no gradient
 
     def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
         self.op = op
@@ -160,19 +160,6 @@ class Node:
             for tensor, needed in zip(inputs, context.needs_grad, strict=True)
         ]
         self.outputs: list[tuple[tuple[int, ...], Any]] = []  # (shape, dtype) of each
-        if not all(context.needs_grad):
-            pairs = zip(inputs, context.needs_grad, strict=True)
-            self.others = tuple([weakref.ref(t) for t, needed in pairs if not needed and t.creator is None])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: all but references, which cannot be."""
-        return {**vars(self), "others": ()}
-
-    def changed_leaves(self) -> Iterator[Tensor]:
-        """Yield the leaves among its inputs whose values have changed since."""
-        for leaf in (*self.sources, *[other() for other in self.others]):
-            if isinstance(leaf, Tensor) and leaf.changed_at > self.number:
-                yield leaf
 
     def keep_less(self, context: Context, inputs: tuple[Tensor, ...], output: Array) -> None:
         """Keep no array for backward that can be computed again: of ``inputs``, and ``output``."""
@@ -497,31 +484,26 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
         for source in node.sources:
             if isinstance(source, Tensor):
                 uses[source] = uses.get(source, 0) + 1
-    # by id, as references of equal tensors are equal
-    others = {id(other): other for node in nodes for other in node.others}
-    changed = {leaf for node in nodes for leaf in node.changed_leaves()}  # since a use
+    changed = changed_after(nodes[-1].number)
     gradients: dict[Any, _Gradient] = {(nodes[0], output): _Gradient(seed, is_shared=True)}
-    for node in nodes:
-        with kept_unread(changed, type(node.op).__name__, node.number) if changed else nullcontext():
-            _visit(node, gradients)
-        for source in node.sources:
-            if isinstance(source, Tensor):
-                uses[source] -= 1
-                if uses[source] > 0:
-                    continue
-                del uses[source]
-                if source in gradients:
-                    before = next(state.numbers)
-                    # in no variable, so that the caller alone has it
-                    yield (
-                        source,
-                        Tensor.wrap(gradients.pop(source).release(source.device.backend), source.device),
-                    )
-                    if next(state.numbers) != before + 1:  # the caller may have changed leaves
-                        leaves = (*uses, *[other() for other in others.values()])
-                        changed.update(
-                            leaf for leaf in leaves if leaf is not None and leaf.changed_at > before
+    with noticed_changes() as noticed:
+        for node in nodes:
+            with kept_unread(changed, type(node.op).__name__, node.number) if changed else nullcontext():
+                _visit(node, gradients)
+            for source in node.sources:
+                if isinstance(source, Tensor):
+                    uses[source] -= 1
+                    if uses[source] > 0:
+                        continue
+                    del uses[source]
+                    if source in gradients:
+                        noticed.clear()  # what operators have changed is theirs
+                        # in no variable, so that the caller alone has it
+                        yield (
+                            source,
+                            Tensor.wrap(gradients.pop(source).release(source.device.backend), source.device),
                         )
+                        changed.update((changes.key, changes) for changes in noticed)
     lap("backward")
 
 

@@ -83,7 +83,7 @@ class SGD(Optimizer):
         return "momentum" in self.slot_names
 
     def _dampening(self, step: int | None = None) -> float:
-        momentum = self.momentum
+        momentum = vars(self).get("momentum")
         has_none = type(momentum) is Constant and momentum.init_value == 0
         return 0.0 if has_none else self.value_of("dampening", step)
 

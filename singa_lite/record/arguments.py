@@ -113,10 +113,7 @@ def _parts_of(value: Any) -> list[Any]:
 def _attributes_of(value: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     in_slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    found = in_slots | getattr(value, "__dict__", {})
-    if isinstance(value, Tensor):
-        found.pop("changed_at", None)  # a change of values, not of attributes
-    return found
+    return in_slots | getattr(value, "__dict__", {})
 
 
 def repeats(tensors: list[Tensor], others: Mapping[int, Any]) -> tuple[tuple[int, ...], bool] | None:

@@ -81,7 +81,6 @@ OF_ALL_TENSORS = frozenset(
         "_grad",
         "_has_fresh_grad",
         "_is_parameter",
-        "changed_at",
     ]
 )
 MODES = {"_has_mode", "_is_compiled", "_precision"}  # of a Model, by which it chooses what a call does

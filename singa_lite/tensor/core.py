@@ -28,6 +28,7 @@ from ..device import Device, get_default_device
 from ..dtypes import accumulation_dtype, bfloat16, is_float, largest_of
 from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_bool, check_number
 from ..graph.buffer import note_replaced
+from ..graph.changes import note_change
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
 from ..graph.rounded import expose
@@ -93,9 +94,6 @@ class Tensor:
 
     _grad: Tensor | None = None
     _has_fresh_grad = False
-    changed_at = (
-        0  # last change in place, among the numbers of recorded calls (autograd/changed.py); each has its own
-    )
     _is_parameter = False  # whether a layer has it as a parameter, also after its flags were set to False
     _is_old_grad = False  # whether this was the ``grad`` of a parameter that has another one now
 
@@ -127,7 +125,6 @@ class Tensor:
         self.stores_grad = stores_grad
         self.creator = creator
         self.creator_output = 0
-        self.changed_at = 0
         self.name = name
 
     @classmethod
@@ -136,7 +133,7 @@ class Tensor:
         tensor = cls.__new__(cls)
         tensor.device, tensor.array = device, array
         tensor.requires_grad, tensor.stores_grad, tensor.name = True, False, None
-        tensor.creator, tensor.creator_output, tensor.changed_at = creator, creator_output, 0
+        tensor.creator, tensor.creator_output = creator, creator_output
         return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # Any: as object's
@@ -147,9 +144,6 @@ class Tensor:
         # pickle may give the memory out, and numpy would make a read-only copy of a read-only array
         expose(self.array)
         return super().__reduce_ex__(protocol)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "changed_at": 0}  # as calls have other numbers in another process
 
     # ---- what it is --------------------------------------------------------------------------------
 
@@ -167,7 +161,7 @@ class Tensor:
 
     @data.setter
     def data(self, array: Any) -> None:
-        self.begin_change("Tensor.data")
+        self._begin_replacement("Tensor.data")
         if not isinstance(array, type(self.array)):
             raise DTypeError(
                 f"Tensor.data: expected a {type(self.array).__name__} of {self.device}, got {type(array).__name__}"
@@ -421,7 +415,7 @@ class Tensor:
 
     def to_type(self, dtype: Any) -> Tensor:
         """Round the values to ``dtype``, as ``as_type`` takes it, in place; returns self. GraphError if recorded."""
-        self.begin_change("to_type")
+        self._begin_replacement("to_type")
         self._replace(self.as_type(dtype).array, self.device)
         return self
 
@@ -458,7 +452,7 @@ class Tensor:
 
     def reset_like(self, t: Tensor) -> None:
         """Become zeros of the shape, dtype and device of ``t``; a leaf only."""
-        self.begin_change("reset_like")
+        self._begin_replacement("reset_like")
         check_tensor("reset_like", t)
         self._replace(t.device.backend.zeros(t.shape, t.dtype), t.device)
 
@@ -619,17 +613,21 @@ class Tensor:
 
     def begin_change(self, what: str) -> None:
         """Note that this leaf changes in place now; GraphError if an operator made this tensor and recorded it."""
+        self._begin_replacement(what)
+        self.note_change()
+
+    def _begin_replacement(self, what: str) -> None:
+        """Make this tensor a leaf that gets another array; GraphError if an operator made and recorded it."""
         if self.is_recorded:
             raise GraphError(
                 f"{what}: changing a recorded tensor in place would falsify its gradients; compute a new one, "
                 "change its clone(), or make it under autograd.no_grad()"
             )
         self.creator = None  # that of a recorded step, from which it is a copy
-        self.note_change()
 
     def note_change(self) -> None:
-        """Note that the values change now, see autograd/changed.py."""
-        self.changed_at = next(state.numbers)
+        """Note that the values change now, see graph/changes.py."""
+        note_change(self.array, self.name)
 
     # ---- norms -------------------------------------------------------------------------------------
 
