@@ -50,11 +50,12 @@ class Changes:
             self._parts[first, first + array.nbytes] = self.last
 
     def is_after(self, number: int, array: Array) -> bool:
-        """Return whether ``array``, in this memory, has changed after ``number``."""
+        """Return whether ``array`` is in this memory and has changed after ``number``."""
+        # another array may have the id of one that is gone
+        if self.last <= number or self._root() is not root_of(array):
+            return False
         if self.of_all > number:
             return True
-        if self.last <= number:
-            return False
         first = address_of(array)
         return any(
             changed > number and start < first + array.nbytes and first < end

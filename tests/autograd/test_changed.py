@@ -11,6 +11,7 @@ import pytest
 from singa_lite import autograd, layer, model, opt
 from singa_lite.config import state
 from singa_lite.errors import GraphError
+from singa_lite.graph.changes import changes_of, note_change
 from singa_lite.tensor import Tensor, copy_data_to_from, from_numpy, from_raw_tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -171,6 +172,15 @@ def test_memory_that_is_gone_is_not_kept_in_mind():
         each += 1.0
     del each
     assert len(state.changes) == known
+
+
+def test_memory_that_is_gone_is_not_taken_for_what_comes_later():
+    array = np.zeros(3)
+    note_change(array, "w")
+    changes = changes_of(array)
+    assert changes.is_after(0, array[1:])
+    del array
+    assert not changes.is_after(0, np.zeros(3))  # whose id may be that of the first
 
 
 def test_a_use_after_the_change_is_of_the_new_values():
