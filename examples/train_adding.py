@@ -50,7 +50,7 @@ def parse_arguments():
     parser.add_argument("--length", type=int, default=30, help="steps of a sequence")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--mode", default="lstm", help="lstm, gru, tanh or relu")
+    parser.add_argument("--mode", default="lstm", choices=["lstm", "gru", "tanh", "relu"])
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--dist-option", default="fp32", help="such as fp16 or sparseTopK:0.01")
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")

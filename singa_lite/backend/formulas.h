@@ -10,6 +10,7 @@
 //   backend/cuda/functions.cuh and backend/cpu/functions.py define.
 //   A comparison is 1 or 0 where it is multiplied by a number; numpy has no difference of two: lr * (v > 0) - lr * (v < 0).
 // - numbers: names of attributes, which are floats.
+// The gradient of an operator is a line of its own, kernel_backward: of dy and x, or of dy and y if its class is SavesOutput.
 // A file that includes this one defines the three macros first.
 
 UNARY(relu, A, x, where(x < 0, A(0), x))  // max(x, 0); NaN stays
