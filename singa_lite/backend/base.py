@@ -212,7 +212,9 @@ class Backend(ABC):
     def find(self, kernel: str) -> Callable[..., None]:
         """Return the method that computes ``kernel``; OptionError if this backend has none."""
         if not is_kernel(type(self), kernel):
-            raise OptionError(f"{self.name} backend: no kernel {kernel!r}; all are in backend/formulas.h, updates.h and cpu/")
+            raise OptionError(
+                f"{self.name} backend: no kernel {kernel!r}; all are in backend/formulas.h, updates.h and cpu/"
+            )
         found: Callable[..., None] = getattr(self, kernel)
         return found
 
