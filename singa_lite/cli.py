@@ -112,9 +112,12 @@ def _add_plan(commands: Any) -> None:
 
 def _add_trace(commands: Any) -> None:
     trace = commands.add_parser(
-        "trace", help="join what processes wrote that were not started by `run --trace`"
+        "trace",
+        help="join and remove what processes wrote that were not started by `run --trace`",
     )
-    trace.add_argument("folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named")
+    trace.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named; removed if empty then"
+    )
     trace.add_argument("file", type=Path, metavar="FILE", help="for the Chrome trace events")
     trace.set_defaults(action=lambda options: run_command(trace, lambda: _join(options.folder, options.file)))
 

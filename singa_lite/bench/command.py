@@ -22,7 +22,7 @@ def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int
     try:
         return call()
     except OptionError as error:
-        parser.error(str(error))
+        parser.error(_text(parser, error))
     except KeyboardInterrupt:
         say(f"{parser.prog}: interrupted")
         return 128 + signal.SIGINT
@@ -31,7 +31,12 @@ def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int
         return 141  # 128 + SIGPIPE, as in a shell
     except (OSError, SingaLiteError) as error:
         is_gone = isinstance(error, FileNotFoundError) and error.filename is None  # of os.getcwd()
-        sys.exit(f"{parser.prog}: {'the current folder is gone: ' if is_gone else ''}{error}")
+        sys.exit(f"{parser.prog}: {'the current folder is gone: ' if is_gone else ''}{_text(parser, error)}")
+
+
+def _text(parser: argparse.ArgumentParser, error: Exception) -> str:
+    """Return the text of ``error``, without the name of the command that stands before it anyway."""
+    return str(error).removeprefix(f"{parser.prog.removeprefix('singa-lite ')}: ")
 
 
 def rank_command(module: str, *arguments: str) -> list[str]:

@@ -79,7 +79,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
     add(
         "--launcher",
         metavar="local|mpi|ssh",
-        help="local: without MPI, the default without -H; mpi, ssh: the other",
+        help="local: processes of this host, the default without -H; mpi, ssh: by MPICH's mpiexec, the default with -H",
     )
     add(
         "--rsh",
@@ -135,7 +135,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
         help="restart with fewer workers, but not fewer than M, when one cannot start or fails twice running before "
         "its first step",
     )
-    add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another")
+    add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another (default 300)")
     add(
         "--exit-timeout",
         type=float,
