@@ -174,8 +174,13 @@ class Optimizer:
             self.slots(param)
         self._parameters, self._unnamed = list(params.values()), None
 
-    def place_streams(self) -> None:
-        """Set the random streams of the devices to where the next call of this optimizer has them begin."""
+    def place_streams(self) -> int:
+        """Set the random streams of the devices to where the next call of this optimizer has them begin.
+
+        Returns:
+            How many updates were left out so far.
+        """
+        return 0
 
     # ---- gradients one can hold ----------------------------------------------------------------------
 

@@ -176,6 +176,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             else FiniteCheck(check_finite, self.communicator, self._drop_update, self.collective_name)
         )
         self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
+        self._num_dropped = 0  # updates left out
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
@@ -350,6 +351,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _drop_update(self) -> None:
         """Begin an update again, in an eager step or a replay."""
+        self._num_dropped += 1
         with unrecorded():
             self._sums.end()
             self._begin_microbatch()
@@ -360,10 +362,11 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         if self._order == "fixed":
             bookkeep(self.place_streams)
 
-    def place_streams(self) -> None:
+    def place_streams(self) -> int:
         first = self._opt._step_counter * self.world_size + self.communicator.rank
         devices = dict.fromkeys(param.device for param in self._ranks.names)
         begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
+        return self._num_dropped
 
     def _gradients(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what backward does, once the ranks have agreed on its parameters."""

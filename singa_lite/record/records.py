@@ -3,6 +3,11 @@
 
 What lives here: the keys of records, and how many there are. What does not: one run of a step (run.py), one record
 (record.py).
+
+Note [microbatches]: with order="fixed" the same calls must run eagerly on any number of ranks, as replays round
+otherwise. It depends on that number which microbatches share these records (opt/fixed_order.py). After an update that
+was left out, as all ranks know, all records run eagerly once more: a step without its update is not kept where it is
+recorded, and that is the last one of each rank. An error of one rank changes no record.
 """
 
 from __future__ import annotations
@@ -10,8 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -101,16 +105,31 @@ class Records:
         self._written: dict[int, weakref.ref[Any]] = {}
         self._misses = 0  # recordings since a replay, of all kinds with tensors of these shapes
         self._shapes: list[tuple[int, ...]] = []
+        self._num_dropped = 0  # updates that had been left out when the last call began
         self._recorded: Kind | None = None  # of the step that is being recorded
         self._lock = threading.RLock()  # held while a step is recorded or replayed: its memory is there once
         state.lock_owners[id(self)] = self
 
-    def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
-        """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
+    def call(
+        self,
+        model: Any,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        precision: str,
+        num_dropped: int = 0,
+    ) -> Any:
+        """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record.
+
+        Args:
+            num_dropped: updates left out so far, with order="fixed", see Note [microbatches].
+        """
         if this_thread.recorder is not None:  # a model within another one's step
             return model.run_train_one_batch(*arguments, **options)
         # released before a step runs eagerly, as many may
         with self._lock:
+            if num_dropped != self._num_dropped:
+                self._num_dropped = num_dropped
+                self._postpone_records()
             kind, tensors = self._kind_of(arguments, options, precision)
             if kind.break_reason is None:
                 known: Known = {}
@@ -141,9 +160,10 @@ class Records:
         Raises:
             GraphError: the tape is another one, with the switch SINGA_LITE_CHECK_RECORDS; without it that is a warning.
         """
-        with self._postponing_if_left_out():
-            run = Run(model, arguments, options, self._idle_arenas())
-            record.num_left, record.num_replays = replays_before_check(), 0
+        run = Run(model, arguments, options, self._idle_arenas())
+        # a job that goes on from the save records this step, and keeps no record of one without its update
+        record.num_left = 0 if run.recorder.is_partial else replays_before_check()
+        record.num_replays = 0
         if (found := run.difference(record.tape)) is not None:
             kind.break_reason = NOT_NOTICED.format(found)
             kind.records.clear()
@@ -152,21 +172,6 @@ class Records:
                 raise GraphError(text)
             warn(text)
         return run.result
-
-    @contextmanager
-    def _postponing_if_left_out(self) -> Iterator[None]:
-        """Run all records eagerly once more behind a first step that ends without its update.
-
-        It is not kept. The calls of one update must all be replayed or none, as it depends on the number of ranks which
-        of them share a rank (opt/fixed_order.py).
-        """
-        this_thread.has_left_out, has_ended = False, False
-        try:
-            yield
-            has_ended = True
-        finally:
-            if this_thread.has_left_out or not has_ended:
-                self._postpone_records()
 
     def _may_record(
         self,
@@ -221,12 +226,11 @@ class Records:
         self._misses += 1
         self._recorded = kind
         try:
-            with self._postponing_if_left_out():
-                run = Run(model, arguments, options, self._idle_arenas())
-                if run.recorder.break_reason is None:
-                    record = Record(run, self._arenas, self._copies)
-                    kind.records.insert(0, record)
-                    self._note_written(run.recorder)
+            run = Run(model, arguments, options, self._idle_arenas())
+            if run.recorder.break_reason is None:
+                record = Record(run, self._arenas, self._copies)
+                kind.records.insert(0, record)
+                self._note_written(run.recorder)
         finally:
             self._recorded = None
         recorder = run.recorder

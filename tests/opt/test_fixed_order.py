@@ -172,24 +172,36 @@ class Small(model.Model):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.loss = layer.Linear(6), layer.Linear(3), layer.SoftMaxCrossEntropy()
+        self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(autograd.relu(self.first(x)))
 
     def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.loss(self.forward(x), y)
+        if self.fails:
+            raise ValueError("on purpose")
         self.optimizer(loss)
         return loss
 
 
 @threadpool_limits.wrap(limits=1)
 def small_checksums(
-    communicator: Any, microbatches: int, kinds: int, bad: int, save: int, mode: str | None
+    communicator: Any,
+    microbatches: int,
+    kinds: int,
+    bad: int,
+    save: int,
+    mode: str | None,
+    short: int = -1,
+    failing: int = -1,
 ) -> list[int]:
     """Checksums after each update; one has an infinity in the last microbatch, behind one the model is saved.
 
     Args:
         kinds: how many batch sizes take turns.
+        short: the update whose last microbatch has a sample less.
+        failing: the update in which the last microbatch but one fails, and is repeated.
     """
     get_default_device().SetRandSeed(3)
     net = Small()
@@ -206,7 +218,14 @@ def small_checksums(
             x[-1, 0, 0] = np.inf
         with contextlib.suppress(ArithmeticError):
             for number in range(communicator.rank * each, (communicator.rank + 1) * each):
-                net(from_numpy(x[number]), from_numpy(y[number]))
+                used = slice(size - (update == short and number == microbatches - 1))
+                batch = from_numpy(x[number, used]), from_numpy(y[number, used])
+                if update == failing and number == microbatches - 2:
+                    net.fails = True
+                    with pytest.raises(ValueError, match="on purpose"):
+                        net(*batch)
+                    net.fails = False
+                net(*batch)
         if update == save:
             net.snapshot()
         found.append(checksum(net))
@@ -238,6 +257,9 @@ def test_steps_without_room_for_records_run_eagerly_from_the_same_update_on() ->
         pytest.param((4, 1, 3, 2, "skip"), id="left out behind a save"),
         pytest.param((4, 1, 3, 2, "raise"), id="an error behind a save"),
         pytest.param((4, 1, 0, -1, "skip"), id="the first one left out"),
+        pytest.param((4, 1, 3, -1, "skip", 3), id="left out with a short batch"),
+        pytest.param((4, 1, 3, -1, "raise", 3), id="an error with a short batch"),
+        pytest.param((4, 1, -1, -1, None, -1, 3), id="an error of one rank"),
     ],
 )
 def test_replays_begin_at_the_same_update_on_every_number_of_ranks(arguments: Any) -> None:
