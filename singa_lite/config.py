@@ -63,7 +63,6 @@ class OfThread(threading.local):
         before_backward: called as a backward pass begins, in the first step of a model that was not compiled.
         before_kernel: called with the inputs of each kernel, in a backward pass that must not read some.
         called: the model whose call runs, in training or evaluation, else None.
-        has_left_out: set True where a part of a step was left out (graph.recorder.fork).
         on_read: called with the name of a watched attribute before a read (record.watched), else None.
     """
 
@@ -78,7 +77,6 @@ class OfThread(threading.local):
     before_backward: Callable[[], None] | None = None
     before_kernel: Callable[[tuple[Any, ...]], None] | None = None
     called: Any = None
-    has_left_out: bool = False
     on_read: Any = None
 
 

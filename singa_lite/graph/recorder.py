@@ -339,8 +339,6 @@ def fork(function: Callable[..., bool], *arguments: Any, reason: str = "a part o
         if not is_taken:
             recorder.is_partial = True
             recorder.break_graph(f"{reason} was left out", is_lasting=False)
-    if not is_taken:
-        this_thread.has_left_out = True
     return is_taken
 
 

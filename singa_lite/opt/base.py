@@ -89,7 +89,6 @@ class Optimizer:
     # the arrays kept per parameter, in the parameter's shape and dtype
     slot_names: tuple[str, ...] = ()
     is_recordable = False
-    records_per_kind = 1  # records that recorded steps need whose arguments are alike
     places_streams = False  # whether a Model calls ``place_streams`` before each training step
     # names of methods that the class has not written, but inherited from a class that is no Optimizer
     _inherited_methods: tuple[str, ...] = ()
@@ -174,8 +173,13 @@ class Optimizer:
             self.slots(param)
         self._parameters, self._unnamed = list(params.values()), None
 
-    def place_streams(self) -> None:
-        """Set the random streams of the devices to where the next call of this optimizer has them begin."""
+    def place_streams(self) -> tuple[int, int]:
+        """Set the random streams of the devices to where the next call of this optimizer has them begin.
+
+        Returns:
+            The number of that call within the update, and how many updates were left out so far.
+        """
+        return 0, 0
 
     # ---- gradients one can hold ----------------------------------------------------------------------
 

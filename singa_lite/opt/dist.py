@@ -176,6 +176,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             else FiniteCheck(check_finite, self.communicator, self._drop_update, self.collective_name)
         )
         self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
+        self._num_dropped = 0  # updates left out
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
@@ -350,6 +351,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _drop_update(self) -> None:
         """Begin an update again, in an eager step or a replay."""
+        self._num_dropped += 1
         with unrecorded():
             self._sums.end()
             self._begin_microbatch()
@@ -360,10 +362,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         if self._order == "fixed":
             bookkeep(self.place_streams)
 
-    def place_streams(self) -> None:
+    def place_streams(self) -> tuple[int, int]:
         first = self._opt._step_counter * self.world_size + self.communicator.rank
         devices = dict.fromkeys(param.device for param in self._ranks.names)
-        begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
+        number = self._sums.num_calls
+        begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + number)
+        return number, self._num_dropped
 
     def _gradients(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what backward does, once the ranks have agreed on its parameters."""
@@ -575,11 +579,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         """
         seeds = enumerate(self._seeds.items())
         return {f"the seed of device {number}, {device.kind}": seed for number, (device, seed) in seeds}
-
-    @property
-    def records_per_kind(self) -> int:  # type: ignore[override]
-        """With order="fixed" the microbatches of a rank, each of which adds to other sums, else 1."""
-        return self._sums.num_batches if self._order == "fixed" else 1
 
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}

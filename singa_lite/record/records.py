@@ -3,15 +3,20 @@
 
 What lives here: the keys of records, and how many there are. What does not: one run of a step (run.py), one record
 (record.py).
+
+Note [microbatches]: with order="fixed" the same calls must run eagerly on any number of ranks, as replays round
+otherwise. It depends on that number which microbatches share these records (opt/fixed_order.py). So each microbatch
+has kinds and limits of its own. After an update that was left out, as all ranks know, all records run eagerly once
+more: a step without its update is not kept where it is recorded, and that is the last one of each rank. An error of
+one rank changes no record.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -31,10 +36,10 @@ from .record import Known, Record, RecordInfo, replays_before_check
 from .run import Run, written_by
 from .variables import OF_ALL_TENSORS
 
-# both times the records that one kind of call needs (Optimizer.records_per_kind)
-MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
+# all of one model, with order="fixed" of one microbatch of it
+MAX_RECORDS = 64  # they share memory, and the least recently used is dropped
 MAX_MISSES = 64  # recordings of one kind of call without a replay, until it runs eagerly for good
-MAX_KINDS = 1024  # of calls of one model; the least recently used one without records is forgotten
+MAX_KINDS = 1024  # of calls; the least recently used one without records is forgotten
 MAX_DROPS = 4  # how often a kind may lose all its records before they were worth it, until it runs eagerly
 REPLAYS_PAID = 20  # which are worth what recording a step takes
 MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay can make, while it was recorded
@@ -59,7 +64,8 @@ class Kind:
 
     Attributes:
         label: for people.
-        types: of the arguments.
+        types: of the arguments, behind the microbatch.
+        microbatch: see Note [microbatches]; None with any other order.
         records: they differ in their guards and in the attributes they found.
         misses: recordings since the last replay.
         drops: how often all its records were dropped for others before they were replayed much.
@@ -72,6 +78,7 @@ class Kind:
 
     label: str
     types: Hashable
+    microbatch: int | None
     records: list[Record] = field(default_factory=list)
     misses: int = 0
     drops: int = 0
@@ -99,37 +106,54 @@ class Records:
         self._copies = weakref.WeakValueDictionary[int, Any]()  # each while a record uses it
         # by their ids, arrays that outlive steps and that these write, each while it is there
         self._written: dict[int, weakref.ref[Any]] = {}
-        self._misses = 0  # recordings since a replay, of all kinds with tensors of these shapes
-        self._shapes: list[tuple[int, ...]] = []
+        # by microbatch: recordings since a replay, of all kinds with tensors of these shapes
+        self._misses = Counter[int | None]()
+        self._shapes: dict[int | None, list[tuple[int, ...]]] = {}
+        self._num_dropped = 0  # updates that had been left out when the last call began
         self._recorded: Kind | None = None  # of the step that is being recorded
         self._lock = threading.RLock()  # held while a step is recorded or replayed: its memory is there once
         state.lock_owners[id(self)] = self
 
-    def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
-        """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
+    def call(
+        self,
+        model: Any,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        precision: str,
+        microbatch: int | None = None,
+        num_dropped: int = 0,
+    ) -> Any:
+        """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record.
+
+        Args:
+            microbatch, num_dropped: number of the call within the update and updates left out so far, with
+                order="fixed", see Note [microbatches].
+        """
         if this_thread.recorder is not None:  # a model within another one's step
             return model.run_train_one_batch(*arguments, **options)
         # released before a step runs eagerly, as many may
         with self._lock:
-            kind, tensors = self._kind_of(arguments, options, precision)
+            if num_dropped != self._num_dropped:
+                self._num_dropped = num_dropped
+                self._postpone_records()
+            kind, tensors = self._kind_of(arguments, options, precision, microbatch)
             if kind.break_reason is None:
                 known: Known = {}
                 # not in a function of its own: a replay makes few calls of Python
                 for number, record in enumerate(kind.records):
                     if record.fits(known, tensors):
                         kind.records.insert(0, kind.records.pop(number))
-                        kind.misses = self._misses = 0
+                        kind.misses = self._misses[microbatch] = 0
                         if record.num_left <= 0:
                             return self._run_postponed(kind, record, model, arguments, options)
                         record.num_left -= 1
                         record.num_replays += 1
                         return record.replay(tensors)
-                per_kind = getattr(model.optimizer, "records_per_kind", 1)
-                if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
+                if self._may_record(kind, tensors):
                     if not kind.is_checked and self._share_memory(model, tensors):
                         return self._note_writes(kind, model, arguments, options)
                     result = self._record(kind, model, arguments, options)
-                    self._drop_oldest(MAX_RECORDS * per_kind)
+                    self._drop_oldest(microbatch)
                     return result
         return model.run_train_one_batch(*arguments, **options)
 
@@ -141,9 +165,10 @@ class Records:
         Raises:
             GraphError: the tape is another one, with the switch SINGA_LITE_CHECK_RECORDS; without it that is a warning.
         """
-        with self._postponing_if_left_out():
-            run = Run(model, arguments, options, self._idle_arenas())
-            record.num_left, record.num_replays = replays_before_check(), 0
+        run = Run(model, arguments, options, self._idle_arenas())
+        # a job that goes on from the save records this step, and keeps no record of one without its update
+        record.num_left = 0 if run.recorder.is_partial else replays_before_check()
+        record.num_replays = 0
         if (found := run.difference(record.tape)) is not None:
             kind.break_reason = NOT_NOTICED.format(found)
             kind.records.clear()
@@ -153,41 +178,20 @@ class Records:
             warn(text)
         return run.result
 
-    @contextmanager
-    def _postponing_if_left_out(self) -> Iterator[None]:
-        """Run all records eagerly once more behind a first step that ends without its update.
-
-        It is not kept. The calls of one update must all be replayed or none, as it depends on the number of ranks which
-        of them share a rank (opt/fixed_order.py).
-        """
-        this_thread.has_left_out, has_ended = False, False
-        try:
-            yield
-            has_ended = True
-        finally:
-            if this_thread.has_left_out or not has_ended:
-                self._postpone_records()
-
-    def _may_record(
-        self,
-        kind: Kind,
-        tensors: list[Tensor],
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        max_misses: int,
-    ) -> bool:
-        """Return whether to record a call that no record fits; after ``max_misses`` in vain never again."""
+    def _may_record(self, kind: Kind, tensors: list[Tensor]) -> bool:
+        """Return whether to record a call that no record fits; after MAX_MISSES in vain never again."""
+        microbatch = kind.microbatch
         if kind.drops >= MAX_DROPS and not kind.records:  # recording takes as long as many steps
             kind.break_reason = TOO_MANY_IN_TURN
             return False
-        if kind.misses == max_misses:
-            kind.break_reason = TOO_MANY_MISSES.format(max_misses)
+        if kind.misses == MAX_MISSES:
+            kind.break_reason = TOO_MANY_MISSES.format(MAX_MISSES)
             kind.records.clear()
             return False
-        if (shapes := [tensor.shape for tensor in tensors]) != self._shapes:
-            self._shapes, self._misses = shapes, 0
-        if self._misses == max_misses:  # such calls are all of other kinds
-            self._join_kinds(arguments, options, kind, TOO_MANY_MISSES.format(max_misses))
+        if (shapes := [tensor.shape for tensor in tensors]) != self._shapes.get(microbatch):
+            self._shapes[microbatch], self._misses[microbatch] = shapes, 0
+        if self._misses[microbatch] == MAX_MISSES:  # such calls are all of other kinds
+            self._join_kinds(kind, TOO_MANY_MISSES.format(MAX_MISSES))
             return False
         return True
 
@@ -218,22 +222,21 @@ class Records:
 
     def _record(self, kind: Kind, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the step and keep its record, or note why it cannot be replayed; return what the step returned."""
-        self._misses += 1
+        self._misses[kind.microbatch] += 1
         self._recorded = kind
         try:
-            with self._postponing_if_left_out():
-                run = Run(model, arguments, options, self._idle_arenas())
-                if run.recorder.break_reason is None:
-                    record = Record(run, self._arenas, self._copies)
-                    kind.records.insert(0, record)
-                    self._note_written(run.recorder)
+            run = Run(model, arguments, options, self._idle_arenas())
+            if run.recorder.break_reason is None:
+                record = Record(run, self._arenas, self._copies)
+                kind.records.insert(0, record)
+                self._note_written(run.recorder)
         finally:
             self._recorded = None
         recorder = run.recorder
         if recorder.break_reason is None:
             kind.misses += 1
         elif run.changes_containers:  # so the next call has other ones
-            self._join_kinds(arguments, options, kind, recorder.break_reason)
+            self._join_kinds(kind, recorder.break_reason)
             kind.is_settled = True
         elif recorder.is_lasting or kind.retries == MAX_RETRIES:
             kind.break_reason, kind.is_settled = recorder.break_reason, recorder.is_lasting
@@ -242,13 +245,13 @@ class Records:
             kind.last_reason = recorder.break_reason
         return run.result
 
-    def _join_kinds(
-        self, arguments: tuple[Any, ...], options: dict[str, Any], kind: Kind, break_reason: str | None
-    ) -> None:
-        """Run all calls of the types of this one eagerly from now on, as ``kind``."""
-        types, self._misses = _types_of(arguments, options), 0
-        self._kinds = OrderedDict((key, each) for key, each in self._kinds.items() if each.types != types)
-        self._kinds[types] = kind
+    def _join_kinds(self, kind: Kind, break_reason: str | None) -> None:
+        """Run all calls of the types of ``kind`` eagerly from now on, as that."""
+        self._misses[kind.microbatch] = 0
+        self._kinds = OrderedDict(
+            (key, each) for key, each in self._kinds.items() if each.types != kind.types
+        )
+        self._kinds[kind.types] = kind
         kind.break_reason = break_reason
         kind.records.clear()
 
@@ -259,19 +262,20 @@ class Records:
             communicator.wait_all()
         return self._arenas
 
-    def _drop_oldest(self, max_records: int) -> None:
-        """Drop the least recently used record if there are more than ``max_records``, and count for its kind."""
-        if sum(len(kind.records) for kind in self._kinds.values()) > max_records:
-            kind = next(kind for kind in self._kinds.values() if kind.records)
+    def _drop_oldest(self, microbatch: int | None) -> None:
+        """Drop the least recently used record if there are more than MAX_RECORDS, and count for its kind."""
+        kinds = self._kinds_of(microbatch)
+        if sum(len(kind.records) for kind in kinds.values()) > MAX_RECORDS:
+            kind = next(kind for kind in kinds.values() if kind.records)
             record = kind.records.pop()
             if not kind.records:
                 kind.drops = kind.drops + 1 if record.num_replays < REPLAYS_PAID else 0
 
     def _kind_of(
-        self, arguments: tuple[Any, ...], options: dict[str, Any], precision: str
+        self, arguments: tuple[Any, ...], options: dict[str, Any], precision: str, microbatch: int | None
     ) -> tuple[Kind, list[Tensor]]:
         """Return the kind of a call, and the Tensors of its arguments."""
-        types = _types_of(arguments, options)
+        types = microbatch, *map(type, arguments), *options, *map(type, options.values())
         if types in self._kinds:
             return self._kinds[types], []
         reason, tensors = None, list[Tensor]()
@@ -284,22 +288,26 @@ class Records:
             )
         shared = repeats(tensors, self._written)
         modes = precision, this_thread.recording
-        key = key, modes, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
+        key = microbatch, key, modes, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
         if key not in self._kinds:
             if len(self._kinds) >= MAX_KINDS:
-                self._forget_kind()
+                self._forget_kind(microbatch)
             reason = reason or _unfit(tensors, shared is not None and shared[1])
             label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
             label += "" if this_thread.recording else ", no_grad"
-            self._kinds[key] = Kind(label, types, break_reason=reason)
+            self._kinds[key] = Kind(label, types, microbatch, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors if shared is None else list(dict.fromkeys(tensors))
 
-    def _forget_kind(self) -> None:
-        """Forget the least recently used kind without records, if there is one."""
-        oldest = next((key for key, kind in self._kinds.items() if not kind.records), None)
-        if oldest is not None:
+    def _forget_kind(self, microbatch: int | None) -> None:
+        """Forget the least recently used kind without records if there are MAX_KINDS."""
+        kinds = self._kinds_of(microbatch)
+        oldest = next((key for key, kind in kinds.items() if not kind.records), None)
+        if oldest is not None and len(kinds) >= MAX_KINDS:
             del self._kinds[oldest]
+
+    def _kinds_of(self, microbatch: int | None) -> dict[Hashable, Kind]:
+        return {key: kind for key, kind in self._kinds.items() if kind.microbatch == microbatch}
 
     def info(self) -> list[RecordInfo]:
         """Return one entry a record, the least recently used kind first, and one a kind that runs eagerly."""
@@ -322,7 +330,7 @@ class Records:
             # the last: of the step that runs, whose record reports the save
             if kind.records or kind.is_settled or kind is self._recorded
         )
-        self._misses = 0
+        self._misses.clear()
         for kind in self._kinds.values():
             kind.misses = kind.retries = kind.drops = 0
             for record in kind.records:
@@ -344,10 +352,6 @@ class Records:
     def __reduce__(self) -> tuple[type[Records], tuple[()]]:
         """Start a copy or a pickle of a model without records: they hold arrays of the original."""
         return Records, ()
-
-
-def _types_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Hashable:
-    return *map(type, arguments), *options, *map(type, options.values())
 
 
 def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:

@@ -215,11 +215,16 @@ class BucketedSync(Scheme, ABC):
         for in_flight in self._in_flight:
             in_flight.advance_soon()
         while self._in_flight:
-            yielded = [in_flight.pending for in_flight in self._in_flight]
-            calls = [call for call in yielded if isinstance(call, OnHost)]
-            if calls:
+            yielded = [
+                (each.bucket, each.pending) for each in self._in_flight if isinstance(each.pending, OnHost)
+            ]
+            if yielded:
                 device = self._in_flight[0].bucket.params[0].device
-                host(_call, calls, [[Tensor.wrap(a, device) for a in call.arrays] for call in calls])
+                calls = [call for _, call in yielded]
+                given = [[Tensor.wrap(array, device) for array in call.arrays] for call in calls]
+                # functions may use what is kept, which a recorder pins only if told: it may be copies of this step
+                kept = [Tensor.wrap(a, device) for bucket, _ in yielded for a in self.state.used(bucket)]
+                host(_call, calls, given, kept)
                 lap("compress")
             for in_flight in self._in_flight:
                 in_flight.advance()
@@ -270,8 +275,12 @@ def _size_of(params: Iterable[Tensor]) -> int:
     return sum(param.size() for param in params)
 
 
-def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
-    """Call what exchanges yielded, with numpy copies of ``tensors``: all are read before anything is started."""
+def _call(calls: list[OnHost], tensors: list[list[Tensor]], kept: list[Tensor]) -> None:
+    """Call what exchanges yielded, with numpy copies of ``tensors``: all are read before anything is started.
+
+    Args:
+        kept: what the calls may read and write besides.
+    """
     values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
     for call, given in zip(calls, values, strict=True):
         call.function(*given)

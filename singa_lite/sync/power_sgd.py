@@ -126,7 +126,9 @@ class PowerSgd(BucketedSync):
             rank = min(self.options.rank, rows, columns)
             error, q = self.state.views(bucket, param)
             if param.ndim() < 2 or rank * (rows + columns) * self.options.rate >= rows * columns:
-                if param.ndim() > 1:  # another rank or rate may have left it, and it is sent now
+                if (
+                    param.ndim() > 1 and self.options.feedback
+                ):  # another rank or rate left it, and it is sent now
                     bucket.backend.run("fill", out=error, value=0.0)
                 dense.append(view)
                 continue

@@ -93,6 +93,10 @@ class ParamState:
         """Return the parts of one parameter in what ``of`` has returned for its group in this step, by the names."""
         return self._used[group].parts[param]
 
+    def used(self, group: Group) -> list[Array]:
+        """Return what ``of`` has returned for a group in this step; nothing where it was not called."""
+        return self._used[group].flats if group in self._used else []
+
     @property
     def is_empty(self) -> bool:
         """Whether there is no array yet."""

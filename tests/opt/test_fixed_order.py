@@ -172,24 +172,38 @@ class Small(model.Model):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.loss = layer.Linear(6), layer.Linear(3), layer.SoftMaxCrossEntropy()
+        self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(autograd.relu(self.first(x)))
 
     def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.loss(self.forward(x), y)
+        if self.fails:
+            raise ValueError("on purpose")
         self.optimizer(loss)
         return loss
 
 
 @threadpool_limits.wrap(limits=1)
 def small_checksums(
-    communicator: Any, microbatches: int, kinds: int, bad: int, save: int, mode: str | None
+    communicator: Any,
+    microbatches: int,
+    kinds: int,
+    bad: int,
+    save: int,
+    mode: str | None,
+    short: int = -1,
+    failing: int = -1,
+    only_last: bool = False,
 ) -> list[int]:
     """Checksums after each update; one has an infinity in the last microbatch, behind one the model is saved.
 
     Args:
         kinds: how many batch sizes take turns.
+        short: the update whose last microbatch has a sample less.
+        failing: the update in which the last microbatch but one fails, and is repeated.
+        only_last: whether batch sizes take turns in the last microbatch alone.
     """
     get_default_device().SetRandSeed(3)
     net = Small()
@@ -199,35 +213,46 @@ def small_checksums(
     found, each = [], microbatches // communicator.size
     for update in range(9 * kinds):
         rng = np.random.default_rng(update)
-        size = 4 - update % kinds
+        size = 4 if only_last else 4 - update % kinds
         x = rng.standard_normal((microbatches, size, 7)).astype(np.float32)
         y = rng.integers(0, 3, (microbatches, size))
         if update == bad:
             x[-1, 0, 0] = np.inf
         with contextlib.suppress(ArithmeticError):
             for number in range(communicator.rank * each, (communicator.rank + 1) * each):
-                net(from_numpy(x[number]), from_numpy(y[number]))
+                used = slice(None)
+                if number == microbatches - 1:
+                    used = slice(size - (update % kinds if only_last else update == short))
+                batch = from_numpy(x[number, used]), from_numpy(y[number, used])
+                if update == failing and number == microbatches - 2:
+                    net.fails = True
+                    with pytest.raises(ValueError, match="on purpose"):
+                        net(*batch)
+                    net.fails = False
+                net(*batch)
         if update == save:
             net.snapshot()
         found.append(checksum(net))
     autograd.training = False
-    assert all(info.break_reason is None for info in net.graph_info()) == (kinds <= records.MAX_RECORDS)
+    has_room = kinds <= records.MAX_RECORDS or (only_last and communicator.rank < communicator.size - 1)
+    assert all(info.break_reason is None for info in net.graph_info()) == has_room
     return found
 
 
-def with_few_records(communicator: Any) -> list[int]:
+def with_few_records(communicator: Any, only_last: bool) -> list[int]:
     """Checksums where more batch sizes take turns than the model keeps records of."""
     before, records.MAX_RECORDS = records.MAX_RECORDS, 2
     try:
-        return small_checksums(communicator, 4, 3, -1, -1, None)
+        return small_checksums(communicator, 4, 3, -1, -1, None, only_last=only_last)
     finally:
         records.MAX_RECORDS = before
 
 
-def test_steps_without_room_for_records_run_eagerly_from_the_same_update_on() -> None:
-    [expected] = run_ranks(with_few_records, 1, transport="local")
+@pytest.mark.parametrize("only_last", [False, True], ids=["all", "the last microbatch"])
+def test_steps_without_room_for_records_run_eagerly_from_the_same_update_on(only_last: bool) -> None:
+    [expected] = run_ranks(with_few_records, 1, only_last, transport="local")
     for size in (2, 4):
-        assert run_ranks(with_few_records, size) == [expected] * size
+        assert run_ranks(with_few_records, size, only_last) == [expected] * size
 
 
 @pytest.mark.parametrize(
@@ -238,6 +263,9 @@ def test_steps_without_room_for_records_run_eagerly_from_the_same_update_on() ->
         pytest.param((4, 1, 3, 2, "skip"), id="left out behind a save"),
         pytest.param((4, 1, 3, 2, "raise"), id="an error behind a save"),
         pytest.param((4, 1, 0, -1, "skip"), id="the first one left out"),
+        pytest.param((4, 1, 3, -1, "skip", 3), id="left out with a short batch"),
+        pytest.param((4, 1, 3, -1, "raise", 3), id="an error with a short batch"),
+        pytest.param((4, 1, -1, -1, None, -1, 3), id="an error of one rank"),
     ],
 )
 def test_replays_begin_at_the_same_update_on_every_number_of_ranks(arguments: Any) -> None:

@@ -179,6 +179,20 @@ def test_what_was_kept_is_sent_once_where_a_matrix_travels_as_it_is_from_now_on(
     assert not scheme.state_dict({param: "w"})["w:error"].any()
 
 
+def test_what_was_kept_stays_where_a_matrix_travels_as_it_is_without_feedback() -> None:
+    scheme = make_scheme("powerSGD", LocalCommunicator(World()), 1 << 30, 1 << 30)
+    param, missing = Tensor((8, 8), name="w"), np.zeros((8, 8))
+    steps = [(1, 1.0, True), (1, 1000.0, False), (1, 1.0, False), (1, 1.0, True)]
+    for step, (rank, rate, feedback) in enumerate(steps):
+        begin(scheme, step, rank=rank, rate=rate, feedback=feedback)
+        grad = np.random.default_rng(step).standard_normal((8, 8)).astype(np.float32)
+        scheme.add_gradient(param, Tensor(data=grad))
+        [(_, mean)] = scheme.finish()
+        missing += (grad - to_numpy(mean)) * feedback
+        scheme.end([param])
+        np.testing.assert_allclose(scheme.state_dict({param: "w"})["w:error"], missing, atol=1e-5)
+
+
 @pytest.mark.parametrize("warm_start", [True, False])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_all_and_is_forgotten(bad: float, warm_start: bool) -> None:

@@ -115,6 +115,47 @@ def test_several_calls_of_a_recorded_step_have_the_bits_of_eager_ones(size: int)
     run_ranks(call_several_times, size, transport="local" if size == 1 else "shm")
 
 
+SETS = ["abc", "bc", "ac", "a"]
+
+
+class InTurns(Net):
+    """A model whose steps use different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, Tensor(data=np.ones((3, 5)), stores_grad=True, name=name))
+
+    def train_one_batch(self, x: Tensor, names: str) -> Tensor:  # type: ignore[override]
+        terms = [autograd.reduce_sum(getattr(self, name) * x, keepdims=0) for name in names]
+        loss = sum(terms[1:], terms[0])
+        self.optimizer(loss)
+        return loss
+
+
+def train_in_turns(communicator: Any, option: str) -> list[dict[str, bytes]]:
+    """Where a rank is after steps whose parameters take turns, eager and recorded."""
+    found = []
+    for use_graph in (False, True):
+        net = made(communicator, use_graph, option, InTurns)
+        for step in range(4 * len(SETS)):
+            rng = np.random.default_rng([communicator.rank, step])
+            net(Tensor(data=rng.standard_normal((3, 5))), SETS[step % len(SETS)])
+        autograd.training = False
+        assert [info.break_reason for info in net.graph_info()] == [None] * use_graph * len(SETS)
+        found.append(bits(values(net)) | bits(net.optimizer.get_states()))
+    return found
+
+
+@pytest.mark.parametrize("option", ["sparseThreshold:0.8", "hierarchical:sparseThreshold:0.8:values=fp16"])
+def test_steps_with_other_parameters_than_the_first_are_replayed_with_the_bits_of_eager_ones(
+    option: str,
+) -> None:
+    for eager, recorded in run_ranks(train_in_turns, 3, option):
+        assert any("residual" in name for name in eager) or option.startswith("hierarchical")
+        assert eager == recorded
+
+
 class Stacked(Net):
     """Two recurrent layers with dropout: the gradient of their weights is joined of those of each layer."""
 
