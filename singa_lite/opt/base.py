@@ -27,7 +27,7 @@ from ..tensor import Tensor
 from ..tensor.checks import as_dtype
 from ..tensor.core import check_tensor, set_grads_fresh
 from ..users_line import warn
-from .arguments import description_of, make
+from .arguments import comparable, description_of, make
 from .checks import (
     as_pairs,
     check_arrays,
@@ -36,7 +36,15 @@ from .checks import (
     check_steps,
     unique_names,
 )
-from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
+from .overrides import (
+    ON_HOST,
+    UNRECORDABLE,
+    is_of_package,
+    on_host,
+    replaced_methods,
+    unrecordable,
+    updates_in,
+)
 from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -249,9 +257,8 @@ class Optimizer:
         """Guard the names of slots; break the graph for functions that are set as attributes instead of methods."""
         if this_thread.recorder is None:
             return
-        held, names = vars(self), (*ON_HOST, *UNRECORDABLE)
-        guard(self, lambda: (self.slot_names, *map(held.get, names)))
-        for name in held.keys() & {*names}:
+        guard(self, lambda: (self.slot_names, *replaced_methods(self).items()))
+        for name in replaced_methods(self):
             break_graph(f"{type(self).__name__}.{name} is an attribute, whose Python a replay would not run")
 
     def momentum_rule(self, step: int) -> MomentumRule:
@@ -396,7 +403,8 @@ class Optimizer:
     def step(self) -> None:
         """Count a step; warns where gradients of ``loss.backward()`` wait and no parameter was updated."""
         self._guard_methods()
-        if self.is_recordable and not self._has_updated and any(p.has_fresh_grad for p in self._parameters):
+        is_by_kernels = self.is_recordable and not replaced_methods(self)
+        if is_by_kernels and not self._has_updated and any(p.has_fresh_grad for p in self._parameters):
             warn(NOT_UPDATED.format(type(self).__name__))
         vars(self)["_has_updated"] = False
         lap("update")
@@ -418,25 +426,36 @@ class Optimizer:
 
         Raises:
             OptionError: an argument of the constructor has no attribute of its name or is not a JSON value, or an
-                attribute is not what the constructor makes of the arguments.
+                attribute is not what the constructor makes of the arguments, as far as ``comparable`` tells.
         """
         description = description_of(self)
         arguments, name = json.loads(json.dumps(description)), type(self).__name__
         again = make(Optimizer, arguments.pop("class"), arguments)
         if type(again) is not type(self):
             raise OptionError(f"{name}: a class of this name was defined again after this optimizer was made")
-        mine, made = self._described(self._step_counter), again._described(self._step_counter)
-        for key in [*mine, *made]:
-            if mine.get(key) != made.get(key):
-                raise OptionError(
-                    f"{name}: its constructor would not make it again: {key} is {vars(self).get(key)!r}, but would be "
-                    f"{vars(again).get(key)!r}"
-                )
+        mine, made, step = vars(self), vars(again), self._step_counter
+        for key in [key for key in {**mine, **made} if key not in OWN_ATTRIBUTES]:
+            if comparable(mine.get(key), step) == comparable(made.get(key), step):
+                continue
+            cure = f"make {key} what an argument of the constructor says"
+            if key in replaced_methods(self):
+                cure = f"write a subclass with the method {key}"
+            raise OptionError(
+                f"{name}: its constructor would not make it again: {key} is {mine.get(key)!r}, but would be "
+                f"{made.get(key)!r}; {cure}"
+            )
         return description
 
     def settings(self) -> dict[str, Any]:
-        """Return class, numbers and what schedules give, as JSON values: what must be equal on all ranks."""
-        return {"class": type(self).__name__, **self._described(self._step_counter)}
+        """Return class, numbers and what schedules give, as JSON values: what must be equal on all ranks.
+
+        Of a function that is set instead of a method it is the name.
+        """
+        functions = {
+            name: getattr(function, "__qualname__", type(function).__name__)
+            for name, function in replaced_methods(self).items()
+        }
+        return {"class": type(self).__name__, **self._described(self._step_counter), **functions}
 
     def __repr__(self) -> str:
         """Return class and numbers, like "SGD(lr=0.1, momentum=0.9, ...)"."""
