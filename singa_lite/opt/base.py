@@ -26,6 +26,7 @@ from ..graph.recorder import bookkeep, break_graph, guard, scalar, unrecorded
 from ..tensor import Tensor
 from ..tensor.checks import as_dtype
 from ..tensor.core import check_tensor, set_grads_fresh
+from ..tensor.pytree import leaves
 from ..users_line import warn
 from .arguments import comparable, description_of, make
 from .checks import (
@@ -55,6 +56,10 @@ NOT_UPDATED = (
     "{}: step() only counts a step, and no parameter was updated since the last one, although loss.backward() has left "
     "gradients; call optimizer(loss) instead of both, or optimizer.update(p, p.grad) for each parameter before step()"
 )
+NOT_SAVED = (
+    "{}: the Tensors in {} are not in its states: they are not saved, and not compared over ranks; name them in "
+    "slot_names and keep them by self.slots(param), or write get_states and set_states, unless they stay as they are"
+)
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = (
     "_step_counter",
@@ -63,6 +68,7 @@ OWN_ATTRIBUTES = (
     "_names",
     "_unnamed",
     "_has_updated",
+    "_has_warned",
     "slot_names",
 )
 
@@ -104,6 +110,7 @@ class Optimizer:
     lr = ScheduleAttribute()
     _unnamed: tuple[int, ...] | None = None  # see ``unnamed``
     _has_updated = False  # by kernels, since the last ``step``
+    _has_warned = False  # of Tensors that are not saved
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -519,8 +526,11 @@ class Optimizer:
     def get_states(self) -> dict[str, np.ndarray]:
         """Return what a checkpoint keeps: "step_counter", and "<parameter>:<slot>" for every slot.
 
-        Parameters are called by name, and by the order in which they were first updated where names repeat.
+        Parameters are called by name, and by the order in which they were first updated where names repeat. Warns,
+        once, of other Tensors in attributes, such as SINGA's ``moments`` by name.
         """
+        if not self._has_warned and type(self).get_states is Optimizer.get_states:
+            self._warn_of_unsaved()
         names = unique_names(self._slots, self._names)
         states = {
             f"{names[param]}:{slot}": value.device.backend.to_numpy(value.array)
@@ -528,6 +538,23 @@ class Optimizer:
             for slot, value in self.slots(param).items()
         }
         return {"step_counter": np.array(self._step_counter), **states}
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn of attributes with Tensors that are neither parameters nor slots."""
+        known = {
+            *self._slots,
+            *self._names,
+            *(slot for each in self._slots.values() for slot in each.values()),
+        }
+        unsaved = [
+            name
+            for name, value in vars(self).items()
+            if name not in OWN_ATTRIBUTES
+            and not all(tensor in known or tensor.stores_grad for tensor in leaves(value))
+        ]
+        if unsaved:
+            vars(self)["_has_warned"] = True
+            warn(NOT_SAVED.format(type(self).__name__, ", ".join(unsaved)))
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
         """Continue from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
