@@ -123,6 +123,16 @@ def one_array_need_not_be_in_a_list_and_one_given_twice_counts_once(comm: Any) -
 
 
 @fact
+def empty_arrays_count_each_wherever_they_are_in_memory(comm: Any) -> None:
+    flat = np.full(4, comm.rank + 1.0)
+    empty = [flat[:0], flat[:0]] if comm.rank == 0 else [np.empty(0), flat[4:]]
+    for inplace in (False, True):
+        flat[:] = comm.rank + 1
+        comm.all_reduce([*empty, flat], inplace=inplace)
+        assert flat.tolist() == [comm.size * (comm.size + 1) / 2] * 4
+
+
+@fact
 def what_only_rank_0_sets_is_summed_like_anything_else(comm: Any) -> None:
     for division in (False, True):
         x = np.full(3, float(comm.rank == 0))

@@ -758,3 +758,17 @@ def test_a_step_that_is_only_counted_is_warned_of(is_dist, use_graph):
                 net(x)
         assert any("SGD: step() only counts a step" in str(each.message) for each in caught) != updates
         assert sgd.step_counter == 3
+
+
+def test_a_step_of_a_function_that_is_set_instead_of_a_method_is_not_warned_of():
+    sgd, param = opt.SGD(0.5), Tensor(data=[1.0], stores_grad=True)
+    sgd.set_parameters({"w": param})
+    sgd.apply = lambda name, value, grad: value.copy_data(value - grad.clone())
+    with autograd.record():
+        loss = autograd.reduce_sum(param * 2.0, keepdims=0)
+    loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sgd.update_pairs([(param, param.grad)])
+        sgd.step()
+    assert to_numpy(param) == -1

@@ -15,8 +15,8 @@ from ..errors import OptionError
 from ..graph.recorder import guard
 from ..kvstore.store import KVStore
 from ..opt.arguments import argument_names
-from ..opt.base import Optimizer
-from ..opt.schedule import Constant, DecayScheduler
+from ..opt.base import OWN_ATTRIBUTES, Optimizer
+from ..opt.schedule import Constant, DecayScheduler, described
 
 
 class SharedOptimizer:
@@ -133,10 +133,12 @@ class SharedOptimizer:
     def _attributes(self) -> dict[str, Any]:
         """Return what says how the optimizer updates, the arguments of schedules as "lr.decay_rate"."""
         attributes = vars(self._optimizer)  # not the property step_counter: a recorded step may not read it
-        found = {name: value for name, value in attributes.items() if not name.startswith("_")}
+        found = {name: value for name, value in attributes.items() if name not in OWN_ATTRIBUTES}
         arguments: dict[str, Any] = {}
         for name, value in found.items():
             arguments |= _arguments_of(name, value)
+            if isinstance(value, (list, tuple, dict)):  # may be changed in place
+                found[name] = value if (items := described(value, 0)) is None else repr(items)
         return {**found, **arguments, "step_counter": attributes["_step_counter"]}
 
     def _note(self) -> None:

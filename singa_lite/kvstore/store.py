@@ -133,20 +133,28 @@ class KVStore(WorkerCalls):
             DTypeError, ShapeError: what cannot be a value.
             CommError: workers give other keys, shapes or dtypes.
         """
-        keys, values = self._arguments.keys("init", key), self._arguments.values("init", key, value)
+        self._make_keys(*self._new_keys("init", key, value))
+
+    def _new_keys(self, where: str, key: Keys, value: Any) -> tuple[list[Spec], list[Tensor]]:
+        """Return what is to be kept under new keys, and the value of each; a typed error for what cannot be."""
+        keys, values = self._arguments.keys(where, key), self._arguments.values(where, key, value)
         for one in keys:
             if one in self._arguments.specs:
                 raise OptionError(
-                    f"{self._name}: init: there is a key {one!r} already; broadcast() sets it again"
+                    f"{self._name}: {where}: there is a key {one!r} already; broadcast() sets it again"
                 )
-        given = [self._arguments.first("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
+        given = [self._arguments.first(where, one, arrays) for one, arrays in zip(keys, values, strict=True)]
         specs = [
             Spec(one, len(self._arguments.specs) + number, each.shape, each.dtype, each.size())
             for number, (one, each) in enumerate(zip(keys, given, strict=True))
         ]
         if self._optimizer is not None:
             for spec in specs:
-                self._arguments.check_float("init", spec)
+                self._arguments.check_float(where, spec)
+        return specs, given
+
+    def _make_keys(self, specs: list[Spec], given: list[Tensor]) -> None:
+        """Make keys on all workers."""
         manifest = {
             f"key {spec.key!r}": f"{spec.dtype}{list(spec.shape)}, number {spec.number}" for spec in specs
         }
@@ -154,7 +162,12 @@ class KVStore(WorkerCalls):
         self._arguments.specs.update({spec.key: spec for spec in specs})
 
     def broadcast(self, key: Keys, value: Any, out: Any, priority: int = 0) -> None:
-        """Set keys to worker 0's ``value``, new ones too, and ``out`` to that; the optimizer's state stays."""
+        """Set keys to worker 0's ``value``, new ones too, and ``out`` to that; the optimizer's state stays.
+
+        Raises:
+            OptionError: some of the keys are new and others not. DTypeError, ShapeError: ``value`` or ``out`` does not
+                fit; nothing has changed. CommError: workers give other keys, shapes or dtypes.
+        """
         keys, values = self._arguments.keys("broadcast", key), self._arguments.values("broadcast", key, value)
         known = [one for one in keys if one in self._arguments.specs]
         if known and len(known) < len(keys):
@@ -162,16 +175,20 @@ class KVStore(WorkerCalls):
                 f"{self._name}: broadcast: key {known[0]!r} is there already but others are new"
             )
         if not known:
-            self.init(key, value)
+            specs, given = self._new_keys("broadcast", key, value)
+            pulls = self._arguments.pulls("broadcast", specs, key, out)
+            self._make_keys(specs, given)
         else:
-            pairs = list(zip(keys, values, strict=True))
+            specs = [self._arguments.specs[one] for one in keys]
             pushes = [
-                self._arguments.as_push("broadcast", self._arguments.specs[one], arrays)
-                for one, arrays in pairs
+                self._arguments.as_push("broadcast", spec, arrays)
+                for spec, arrays in zip(specs, values, strict=True)
             ]
+            pulls = self._arguments.pulls("broadcast", specs, key, out)
             manifest = {f"key {one!r}": True for one in keys}
             self._together("broadcast", manifest, lambda: self._overwrite(pushes))
-        self.pull(key, out)
+        with self.aborting("broadcast"):
+            self._exchange("broadcast", [], pulls, PushOptions()).wait()
 
     # ---- values --------------------------------------------------------------------------------------
 

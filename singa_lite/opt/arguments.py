@@ -18,7 +18,8 @@ import numpy as np
 
 from ..errors import OptionError
 from ..plugins import subclasses
-from .schedule import Constant, DecayScheduler
+from ..tensor import Tensor, to_numpy
+from .schedule import Constant, DecayScheduler, described
 
 Made = TypeVar("Made")
 _SCHEDULE: type[Any] = DecayScheduler  # Any: an abstract class, which mypy would not have as an argument
@@ -86,6 +87,24 @@ def argument_names(kind: type) -> list[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return list(dict.fromkeys(names))
+
+
+def comparable(value: object, step: int) -> object:
+    """Return what tells an attribute from that of another object: values, bits of arrays, the code of functions.
+
+    Of any other object it is the type.
+    """
+    if (plain := described(value, step)) is not None:
+        return plain
+    if isinstance(value, Tensor):
+        value = to_numpy(value)
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return {key: comparable(item, step) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [comparable(item, step) for item in value]
+    return value if isinstance(value, (set, frozenset)) else getattr(value, "__code__", type(value))
 
 
 def _as_json(where: str, value: object) -> Any:

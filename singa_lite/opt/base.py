@@ -26,8 +26,9 @@ from ..graph.recorder import bookkeep, break_graph, guard, scalar, unrecorded
 from ..tensor import Tensor
 from ..tensor.checks import as_dtype
 from ..tensor.core import check_tensor, set_grads_fresh
+from ..tensor.pytree import leaves
 from ..users_line import warn
-from .arguments import description_of, make
+from .arguments import comparable, description_of, make
 from .checks import (
     as_pairs,
     check_arrays,
@@ -36,7 +37,15 @@ from .checks import (
     check_steps,
     unique_names,
 )
-from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
+from .overrides import (
+    ON_HOST,
+    UNRECORDABLE,
+    is_of_package,
+    on_host,
+    replaced_methods,
+    unrecordable,
+    updates_in,
+)
 from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -47,6 +56,10 @@ NOT_UPDATED = (
     "{}: step() only counts a step, and no parameter was updated since the last one, although loss.backward() has left "
     "gradients; call optimizer(loss) instead of both, or optimizer.update(p, p.grad) for each parameter before step()"
 )
+NOT_SAVED = (
+    "{}: the Tensors in {} are not in its states: they are not saved, and not compared over ranks; name them in "
+    "slot_names and keep them by self.slots(param), or write get_states and set_states, unless they stay as they are"
+)
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = (
     "_step_counter",
@@ -55,6 +68,7 @@ OWN_ATTRIBUTES = (
     "_names",
     "_unnamed",
     "_has_updated",
+    "_has_warned",
     "slot_names",
 )
 
@@ -95,6 +109,7 @@ class Optimizer:
     lr = ScheduleAttribute()
     _unnamed: tuple[int, ...] | None = None  # see ``unnamed``
     _has_updated = False  # by kernels, since the last ``step``
+    _has_warned = False  # of Tensors that are not saved
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -253,9 +268,8 @@ class Optimizer:
         """Guard the names of slots; break the graph for functions that are set as attributes instead of methods."""
         if this_thread.recorder is None:
             return
-        held, names = vars(self), (*ON_HOST, *UNRECORDABLE)
-        guard(self, lambda: (self.slot_names, *map(held.get, names)))
-        for name in held.keys() & {*names}:
+        guard(self, lambda: (self.slot_names, *replaced_methods(self).items()))
+        for name in replaced_methods(self):
             break_graph(f"{type(self).__name__}.{name} is an attribute, whose Python a replay would not run")
 
     def momentum_rule(self, step: int) -> MomentumRule:
@@ -400,7 +414,8 @@ class Optimizer:
     def step(self) -> None:
         """Count a step; warns where gradients of ``loss.backward()`` wait and no parameter was updated."""
         self._guard_methods()
-        if self.is_recordable and not self._has_updated and any(p.has_fresh_grad for p in self._parameters):
+        is_by_kernels = self.is_recordable and not replaced_methods(self)
+        if is_by_kernels and not self._has_updated and any(p.has_fresh_grad for p in self._parameters):
             warn(NOT_UPDATED.format(type(self).__name__))
         vars(self)["_has_updated"] = False
         lap("update")
@@ -422,25 +437,36 @@ class Optimizer:
 
         Raises:
             OptionError: an argument of the constructor has no attribute of its name or is not a JSON value, or an
-                attribute is not what the constructor makes of the arguments.
+                attribute is not what the constructor makes of the arguments, as far as ``comparable`` tells.
         """
         description = description_of(self)
         arguments, name = json.loads(json.dumps(description)), type(self).__name__
         again = make(Optimizer, arguments.pop("class"), arguments)
         if type(again) is not type(self):
             raise OptionError(f"{name}: a class of this name was defined again after this optimizer was made")
-        mine, made = self._described(self._step_counter), again._described(self._step_counter)
-        for key in [*mine, *made]:
-            if mine.get(key) != made.get(key):
-                raise OptionError(
-                    f"{name}: its constructor would not make it again: {key} is {vars(self).get(key)!r}, but would be "
-                    f"{vars(again).get(key)!r}"
-                )
+        mine, made, step = vars(self), vars(again), self._step_counter
+        for key in [key for key in {**mine, **made} if key not in OWN_ATTRIBUTES]:
+            if comparable(mine.get(key), step) == comparable(made.get(key), step):
+                continue
+            cure = f"make {key} what an argument of the constructor says"
+            if key in replaced_methods(self):
+                cure = f"write a subclass with the method {key}"
+            raise OptionError(
+                f"{name}: its constructor would not make it again: {key} is {mine.get(key)!r}, but would be "
+                f"{made.get(key)!r}; {cure}"
+            )
         return description
 
     def settings(self) -> dict[str, Any]:
-        """Return class, numbers and what schedules give, as JSON values: what must be equal on all ranks."""
-        return {"class": type(self).__name__, **self._described(self._step_counter)}
+        """Return class, numbers and what schedules give, as JSON values: what must be equal on all ranks.
+
+        Of a function that is set instead of a method it is the name.
+        """
+        functions = {
+            name: getattr(function, "__qualname__", type(function).__name__)
+            for name, function in replaced_methods(self).items()
+        }
+        return {"class": type(self).__name__, **self._described(self._step_counter), **functions}
 
     def __repr__(self) -> str:
         """Return class and numbers, like "SGD(lr=0.1, momentum=0.9, ...)"."""
@@ -504,8 +530,11 @@ class Optimizer:
     def get_states(self) -> dict[str, np.ndarray]:
         """Return what a checkpoint keeps: "step_counter", and "<parameter>:<slot>" for every slot.
 
-        Parameters are called by name, and by the order in which they were first updated where names repeat.
+        Parameters are called by name, and by the order in which they were first updated where names repeat. Warns,
+        once, of other Tensors in attributes, such as SINGA's ``moments`` by name.
         """
+        if not self._has_warned and type(self).get_states is Optimizer.get_states:
+            self._warn_of_unsaved()
         names = unique_names(self._slots, self._names)
         states = {
             f"{names[param]}:{slot}": value.device.backend.to_numpy(value.array)
@@ -513,6 +542,23 @@ class Optimizer:
             for slot, value in self.slots(param).items()
         }
         return {"step_counter": np.array(self._step_counter), **states}
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn of attributes with Tensors that are neither parameters nor slots."""
+        known = {
+            *self._slots,
+            *self._names,
+            *(slot for each in self._slots.values() for slot in each.values()),
+        }
+        unsaved = [
+            name
+            for name, value in vars(self).items()
+            if name not in OWN_ATTRIBUTES
+            and not all(tensor in known or tensor.stores_grad for tensor in leaves(value))
+        ]
+        if unsaved:
+            vars(self)["_has_warned"] = True
+            warn(NOT_SAVED.format(type(self).__name__, ", ".join(unsaved)))
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
         """Continue from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.

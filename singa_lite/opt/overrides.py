@@ -33,6 +33,12 @@ def updates_in(owner: object) -> set[str]:
     return {"update_all", "apply"} & vars(owner).keys() - {*vars(owner).get("_inherited_methods", ())}
 
 
+def replaced_methods(optimizer: object) -> dict[str, Any]:
+    """Return by name the functions that were set as attributes of an optimizer instead of methods of its class."""
+    held = vars(optimizer)
+    return {name: held[name] for name in (*ON_HOST, *UNRECORDABLE) if name in held}
+
+
 def is_of_package(optimizer: type, name: str) -> bool:
     """Return whether a class of this package that ``optimizer`` derives from has a method of this name."""
     package = __name__.partition(".")[0]

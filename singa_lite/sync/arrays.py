@@ -85,11 +85,13 @@ def as_list(data: RawOrTensors) -> list[RawOrTensor]:
 
 
 def given_arrays(where: str, data: RawOrTensors, division: bool = False) -> list[GivenArray]:
-    """Return the arrays given, each once; a typed error unless all can be changed in place."""
-    found: dict[tuple[int, int, Any], GivenArray] = {}
-    for value in as_list(data):
+    """Return the arrays given, each once, empty ones all; a typed error unless all can be changed in place."""
+    found: dict[Any, GivenArray] = {}
+    for number, value in enumerate(as_list(data)):
         given = GivenArray.of(where, value)
-        found.setdefault((address_of(given.array), given.array.nbytes, given.array.dtype), given)
+        # an empty array may have the address of another one, and on another rank not
+        where_it_is = address_of(given.array) if given.array.nbytes else ("empty", number)
+        found.setdefault((where_it_is, given.array.nbytes, given.array.dtype), given)
     arrays = list(found.values())
     check_apart(where, arrays)
     check_division(where, arrays, division)

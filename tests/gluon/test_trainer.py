@@ -403,6 +403,83 @@ def an_attribute_set_by_hand_arrives_or_is_an_error(rig: Rig) -> None:
             assert "lr.init_value of the optimizer was set" in caught(trainer.step, OptionError, 1)
 
 
+class Masked(opt.Optimizer):
+    def __init__(self, lr: float = 1.0) -> None:
+        super().__init__(lr)
+        self.mask = np.float32([1, 1])
+
+    def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
+        value -= grad * Tensor(data=self.mask)
+
+
+def clipped(name: str, value: Tensor, grad: Tensor) -> None:
+    value.copy_data(value - Tensor(data=np.clip(to_numpy(grad), -1, 1)))
+
+
+@fact
+def what_a_store_would_not_see_of_an_optimizer_is_an_error(rig: Rig) -> None:
+    for on_store in BOTH:
+        for name, value, expected in (("mask", F32([0, 1]), [0, -rig.size]), ("apply", clipped, [-1, -1])):
+            params, optimizer = {"w": parameter([0.0, 0.0])}, Masked()
+            setattr(optimizer, name, value)
+            if on_store:
+                text = caught(trainer_of, OptionError, rig, params, on_store, optimizer)
+                assert f"Masked: its constructor would not make it again: {name} is" in text, text
+                continue
+            trainer = trainer_of(rig, params, on_store, optimizer)
+            backward({params["w"]: 1})
+            trainer.step(1)
+            assert values(params) == {"w": expected}
+
+
+class Hidden(opt.Optimizer):
+    """Keeps numbers where a look at its public attributes does not find them, or not that they were changed."""
+
+    def __init__(self, lr: float = 1.0) -> None:
+        super().__init__(lr)
+        self._factor, self.factors = 1.0, {"w": [1.0]}
+
+    @property
+    def factor(self) -> float:
+        return self._factor
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        self._factor = value
+
+    def change(self, name: str, value: float) -> None:
+        if name == "_factor":
+            self.factor = value
+        else:
+            self.factors["w"][0] = value
+
+    def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
+        value -= grad * self.factor * self.factors[name][0]
+
+
+@fact
+def what_a_property_or_a_list_holds_is_noticed_between_steps(rig: Rig) -> None:
+    for on_store in BOTH:
+        for name in ("_factor", "factors"):
+            params = {"w": parameter([0.0])}
+            trainer = trainer_of(rig, params, on_store, Hidden())
+            backward({params["w"]: 1})
+            trainer.step(1)
+            trainer.optimizer.change(name, 0.5)  # type: ignore[attr-defined]
+            backward({params["w"]: 1})
+            if on_store:
+                text = caught(trainer.step, OptionError, 1)
+                assert f"Hidden: its constructor would not make it again: {name} is" in text, text
+                continue
+            trainer.step(1)
+            assert values(params) == {"w": [-1.5 * rig.size]}
+            if rig.size > 1:
+                trainer.optimizer.change(name, float(rig.rank))  # type: ignore[attr-defined]
+                backward({params["w"]: 1})
+                text = caught(trainer.step, CommError, 1)
+                assert "the workers differ in step: the optimizer is" in text and name in text, text
+
+
 @fact
 def the_store_updates_by_the_learning_rate_that_the_trainer_gives(rig: Rig) -> None:
     params = {"w": parameter([0.0])}
@@ -466,6 +543,10 @@ def workers_that_differ_have_an_error_that_names_one_and_what(rig: Rig) -> None:
 
     differs("the optimizer", lambda: make(optimizer="adam" if odd else "sgd"))
     differs("the optimizer", lambda: make(optimizer=opt.SGD(lr=0.5 if odd else 0.25)))
+    set_alone = opt.SGD()
+    if odd:
+        set_alone.apply = clipped  # type: ignore[method-assign]
+    differs("the optimizer", lambda: make(optimizer=set_alone, update_on_kvstore=False))
     differs("reduction is sum on worker 0 but mean", lambda: make(reduction="mean" if odd else "sum"))
     differs("update_on_kvstore", lambda: make(update_on_kvstore=not odd))
     differs("compression_params", lambda: make(compression_params={"type": "2bit"} if odd else None))

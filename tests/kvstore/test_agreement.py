@@ -56,6 +56,15 @@ def bad_arguments_raise_before_anything_moves(rig):
             "key 'a' is there already but others",
             lambda: store.broadcast(["b", "a"], [good] * 2, [out] * 2),
         ),
+        *(
+            (ShapeError, f"broadcast: {piece}", lambda key=key, bad=bad: store.broadcast(key, good * 2, bad))
+            for key in ("a", "new")
+            for bad, piece in (
+                (np.ones(6, F32), f"key {key!r} has shape (2, 3), got (6,)"),
+                (gap, f"out of key {key!r}: an array of shape (2, 3) is not contiguous"),
+            )
+        ),
+        (OptionError, "broadcast: 1 keys but 2 values", lambda: store.broadcast(["a"], [good], [out] * 2)),
         (OptionError, "ints or texts, not both", lambda: store.init(3, good)),
         (OptionError, "ints or texts, not both", lambda: store.push(3, good)),
         (OptionError, "ints or texts, not both", lambda: store.init(["b", 3], [good, good])),
@@ -139,6 +148,9 @@ def bad_arguments_raise_before_anything_moves(rig):
             complaints.append((piece, text))
     assert not complaints, complaints
     assert (store.traffic.bytes_sent, store.traffic.bytes_heads) == before
+    store.pull("a", out)
+    assert (out == 1).all()
+    store.init("new", good)  # no call has made it
     store.pushpull("a", Tensor(data=good), out)  # and goes on
     assert (out == rig.num_workers).all()
     store.push("a", read_only)  # is only read

@@ -125,6 +125,31 @@ class Rates(opt.SGD):
         self.rates = rates
 
 
+class Objects(opt.SGD):
+    """Keeps what is no JSON value, made anew by the constructor."""
+
+    def __init__(self, lr=0.1):
+        super().__init__(lr)
+        self.mask, self.shift = np.float32([1, np.nan]), Tensor(data=[1.0, 2.0])
+        self.parts, self.frozen = {"w": [np.int64([1, 2])], 3: None}, {"w"}
+        self.rng, self.rule = np.random.default_rng(), lambda grad: grad
+        self.update_velocity = self.by_rule
+
+    def by_rule(self, pairs):
+        pass
+
+
+def objects(name, value):
+    optimizer = Objects()
+    setattr(optimizer, name, value)
+    return optimizer
+
+
+def test_objects_that_the_constructor_makes_again_may_be_there():
+    assert made_again(Objects()).mask.tobytes() == Objects().mask.tobytes()
+    objects("mask", np.float32([1, np.nan])).describe()
+
+
 def changed_list():
     optimizer = Lists()
     optimizer.factors = {"w": [5.0]}
@@ -145,8 +170,27 @@ def without_class(description):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: changed_list().describe(), "Lists: .* factors is .*5.0.*, but would be None"),
-        (lambda: Rates(5.0).describe(), "Rates: .* rates is .5.0,., but would be ..$"),
+        (
+            lambda: changed_list().describe(),
+            "Lists: .* factors is .*5.0.*, but would be None; make factors what an argument of the constructor says",
+        ),
+        (lambda: Rates(5.0).describe(), "Rates: .* rates is .5.0,., but would be ..;"),
+        (lambda: objects("mask", np.float32([0, np.nan])).describe(), "Objects: .* mask is array"),
+        (lambda: objects("mask", np.float64([1, np.nan])).describe(), "Objects: .* mask is array"),
+        (lambda: objects("mask", np.float32([[1, np.nan]])).describe(), "Objects: .* mask is array"),
+        (lambda: objects("mask", None).describe(), "Objects: .* mask is None, but would be array"),
+        (lambda: objects("shift", Tensor(data=[1.0, 3.0])).describe(), "Objects: .* shift is "),
+        (lambda: objects("parts", {"w": [np.int64([1, 3])], 3: None}).describe(), "Objects: .* parts is "),
+        (lambda: objects("frozen", set()).describe(), "Objects: .* frozen is set"),
+        (lambda: objects("rule", lambda grad: -grad).describe(), "Objects: .* rule is <function"),
+        (lambda: objects("other", object()).describe(), "Objects: .* other is <object"),
+        *(
+            (
+                lambda name=name: objects(name, print).describe(),
+                f"{name} is .*; write a subclass with the method {name}$",
+            )
+            for name in ("apply", "update_all", "update_velocity", "number")
+        ),
         (lambda: opt.SGD(OfFunction(len)).describe(), "OfFunction.function is a builtin_function"),
         (
             lambda: Unkept(2.0).describe(),

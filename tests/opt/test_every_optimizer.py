@@ -5,11 +5,14 @@ import copy
 import inspect
 import json
 import threading
+import warnings
 
 import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, DTypeError, GraphError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -843,3 +846,56 @@ def test_an_optimizer_whose_constructor_was_not_called_says_so() -> None:
 
     with pytest.raises(OptionError, match=r"Mine: its __init__ must call super\(\).__init__\(lr\) first"):
         Mine().prepare({"w": Tensor((2,))}, {})
+
+
+class MomentsByName(opt.Optimizer):
+    """An optimizer as SINGA's, whose state is in a dict of its own."""
+
+    def __init__(self, lr=0.1, params=()):
+        super().__init__(lr)
+        self.moments, self.params = {}, list(params)
+
+    def apply(self, name, value, grad):
+        if name not in self.moments:
+            self.moments[name] = Tensor(value.shape, value.device, value.dtype, requires_grad=False)
+        self.moments[name] += grad
+        value -= self.moments[name] * self.lr_value
+
+
+class Saves(MomentsByName):
+    def get_states(self):
+        return super().get_states() | {name: to_numpy(value) for name, value in self.moments.items()}
+
+
+class InSlots(MomentsByName):
+    slot_names = ("moment",)
+
+    def apply(self, name, value, grad):
+        self.moments[name] = self.slots(value)
+        self.moments[name]["moment"] += grad
+        value -= self.moments[name]["moment"] * self.lr_value
+
+
+@pytest.mark.parametrize("kind", [MomentsByName, Saves, InSlots, opt.SGD, opt.Adam])
+def test_tensors_that_are_not_saved_are_warned_of_once(kind, tmp_path):
+    sgd, net = kind(), Pair(layer.Linear(4), layer.Linear(4))
+    x = Tensor(data=np.random.default_rng(0).random((8, 4)))
+    net.set_optimizer(sgd)
+    net.compile([x])
+    sgd.params = list(net.get_params().values())
+    net(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            net.save_states(tmp_path / "states.zip")
+            opt.DistOpt(sgd, communicator=LocalCommunicator(World())).get_states()
+    texts = [str(each.message) for each in caught]
+    if kind is not MomentsByName:
+        assert texts == []
+        return
+    (text,) = texts
+    assert (
+        text.startswith("MomentsByName: the Tensors in moments are not in its states")
+        and "slot_names" in text
+    )
+    assert caught[0].filename == __file__

@@ -265,6 +265,26 @@ def test_ranks_whose_schedules_give_other_rates_get_an_error(size: int) -> None:
         assert isinstance(error, CommError) and "their optimizers: lr is" in str(error), error
 
 
+def clipped(name: str, value: Tensor, grad: Tensor) -> None:
+    value -= grad.clone() * 0.5
+
+
+def own_function(communicator: Any) -> None:
+    sgd = opt.SGD(0.1)
+    if communicator.rank == 1:
+        sgd.apply = clipped  # type: ignore[method-assign]
+    param = Tensor(data=[1.0], stores_grad=True, name="w")
+    with pytest.raises(
+        CommError, match="their optimizers: apply is not there on rank 0 but clipped on rank 1"
+    ):
+        opt.DistOpt(sgd, communicator=communicator).prepare({"w": param}, {})
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_function_that_one_rank_sets_instead_of_a_method_is_an_error(size: int) -> None:
+    run_ranks(own_function, size)
+
+
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_dist_opt_is_not_copied(duplicate: Any) -> None:
     net = Branches()
