@@ -268,7 +268,8 @@ class Optimizer:
         """Guard the names of slots; break the graph for functions that are set as attributes instead of methods."""
         if this_thread.recorder is None:
             return
-        guard(self, lambda: (self.slot_names, *replaced_methods(self).items()))
+        held, names = vars(self), (*ON_HOST, *UNRECORDABLE)
+        guard(self, lambda: (self.slot_names, *map(held.get, names)))  # a replay makes few calls of Python
         for name in replaced_methods(self):
             break_graph(f"{type(self).__name__}.{name} is an attribute, whose Python a replay would not run")
 
