@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,8 +117,9 @@ class State:
         device_lock: held while a device is made.
         lock_owners: id of each that has a lock of its own, ``_lock``, which a forked child makes new -> the owner.
         works_in_flight: ids of collectives that were started and not waited for (comm.work.Work).
-        changes: id of each array that owns memory which was changed in place -> when (graph.changes.Changes).
-        noticed_changes: lists to which these are appended when they change, one for each backward pass that runs.
+        changes: id of each array that owns memory which was changed in place -> graph.changes.Changes, the latest last.
+        replayed_changes: those by replays of each record that is there (graph.changes.ReplayedChanges), by their ids.
+        noticed_changes: what has changed while each backward pass runs that runs now, by its id.
         exposed: id of each array that Python has as ``Tensor.data`` -> a weak reference to it (graph.rounded).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
         benchmark_convolutions: whether cuDNN's algorithms are timed first (device.benchmark_convolutions).
@@ -155,8 +157,9 @@ class State:
     device_lock: Any = field(default_factory=threading.RLock)  # Any: likewise
     lock_owners: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     works_in_flight: set[int] = field(default_factory=set)
-    changes: dict[int, Any] = field(default_factory=dict)  # Any: likewise
-    noticed_changes: tuple[list[Any], ...] = ()
+    changes: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # Any: likewise
+    replayed_changes: dict[int, Any] = field(default_factory=dict)  # Any: likewise
+    noticed_changes: dict[int, dict[int, Any]] = field(default_factory=dict)
     exposed: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     allow_tf32: bool = False
     benchmark_convolutions: bool = True

@@ -24,7 +24,7 @@ from .record.record import RecordInfo
 from .record.records import Records
 from .tensor import Tensor, to_numpy
 from .tensor.pytree import leaves
-from .tensor.tracked import loses_gradient
+from .tensor.tracked import is_recorded_now
 from .users_line import warn
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Model(Layer):
                 )
             if is_layer:
                 return self.forward(*inputs, **options)
-            if loses_gradient(leaves((inputs, options))):
+            if this_thread.model is not None and any(map(is_recorded_now, leaves((inputs, options)))):
                 warn(EVALUATES.format(type(self).__name__))
             return self._evaluate(*inputs, **options)
         if this_thread.model is self:

@@ -503,7 +503,7 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
                             source,
                             Tensor.wrap(gradients.pop(source).release(source.device.backend), source.device),
                         )
-                        changed.update((changes.key, changes) for changes in noticed)
+                        changed.update(noticed)
     lap("backward")
 
 
@@ -542,9 +542,16 @@ def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tupl
     if isinstance(context.saved, tuple):  # an operator of a script may have set something else
         context.saved = tuple(map(array_of, context.saved))
     is_own = node.op._is_own
-    if is_own and isinstance(context.saved, tuple) and this_thread.before_kernel is not None:
-        this_thread.before_kernel(_arrays_in(context.saved, dys[0]))  # what it reads by Python is not seen
-    result = node.op.backward(context, *dys)
+    if is_own and (check := this_thread.before_kernel) is not None:
+        if isinstance(context.saved, tuple):
+            check(_arrays_in(context.saved, dys[0]))
+        this_thread.before_kernel = None  # what else it reads may be what it has written
+        try:
+            result = node.op.backward(context, *dys)
+        finally:
+            this_thread.before_kernel = check
+    else:
+        result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
     if is_own:
         wanted = [None if source is None else _shape_and_dtype(source) for source in node.sources]

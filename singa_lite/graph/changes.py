@@ -10,11 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 
 from ..config import state
-from .memory import Array, address_of, root_of
+from .memory import Array, View, address_of, root_of
 
-MAX_PARTS = 64  # of which the changes are kept apart
+MAX_PARTS = 4096  # of a piece of memory; where more of them have changed, all of it counts as changed
+Part = tuple[int, int]  # address of its first byte, and its end
 
 
 class Changes:
@@ -27,77 +29,132 @@ class Changes:
         key: the root's id.
         name: that of the Tensor by which it was changed last.
         last: number of its last change; 0: none.
-        of_all: number of the last change of all of it.
     """
 
-    __slots__ = ("_parts", "_root", "key", "last", "name", "of_all")
+    __slots__ = ("_parts", "_root", "key", "last", "name")
 
     def __init__(self, root: Array) -> None:
         key = id(root)
         self._root = weakref.ref(root, lambda _: state.changes.pop(key, None))
-        self.key, self.last, self.of_all = key, 0, 0
+        self.key, self.last = key, 0
         self.name: str | None = None
-        self._parts: dict[tuple[int, int], int] = {}  # first byte and end of a part -> its last change
+        self._parts: dict[Part | None, int] = {}  # a part, or None for all of it -> its last change
 
-    def note(self, array: Array, is_whole: bool, name: str | None) -> None:
-        """Note that ``array``, in this memory, changes now; ``is_whole``: it is all of it."""
-        self.name, self.last = name, next(state.numbers)
-        if is_whole or len(self._parts) == MAX_PARTS:
-            self.of_all = self.last
-            self._parts.clear()
-        else:
-            first = address_of(array)
-            self._parts[first, first + array.nbytes] = self.last
+    def note(self, part: Part | None, number: int) -> None:
+        """Note that a part of it, or with None all of it, has changed at ``number``."""
+        if len(self._parts) >= MAX_PARTS and part not in self._parts:
+            part = None
+        self._parts[part] = max(number, self._parts.get(part, 0))
+        self.last = max(self.last, number)
 
     def is_after(self, number: int, array: Array) -> bool:
         """Return whether ``array`` is in this memory and has changed after ``number``."""
         # another array may have the id of one that is gone
         if self.last <= number or self._root() is not root_of(array):
             return False
-        if self.of_all > number:
-            return True
-        first = address_of(array)
+        first, end = _extent(array)
         return any(
-            changed > number and start < first + array.nbytes and first < end
-            for (start, end), changed in list(self._parts.items())
+            changed > number and (part is None or (part[0] < end and first < part[1]))
+            for part, changed in list(self._parts.items())
         )
 
 
-def changes_of(root: Array) -> Changes:
-    """Return the changes of the memory that ``root`` owns."""
-    found: Changes | None = state.changes.get(id(root))
-    return state.changes.setdefault(id(root), Changes(root)) if found is None else found
+class ReplayedChanges:
+    """The memory that replays of a record write, which is noted when it is asked for, or at ``end``.
+
+    Args:
+        written: what its tape writes; memory without an owner is left out.
+
+    Attributes:
+        last: number of the last replay; 0: none.
+    """
+
+    def __init__(self, written: Iterable[View]) -> None:
+        self.last = 0
+        self._parts: dict[tuple[int, Part], Changes] = {}
+        for view in written:
+            if (owner := view.memory.owner) is not None:
+                first = address_of(owner) + view.offset
+                num_bytes = view.dtype.itemsize
+                for length in view.shape:
+                    num_bytes *= length
+                self._parts[id(owner), (first, first + num_bytes)] = _changes_of(owner)
+        state.replayed_changes[id(self)] = self
+
+    def note_replay(self) -> None:
+        """Note that all of it changes now."""
+        self.last = next(state.numbers)
+        if state.noticed_changes:
+            self.note()
+
+    def end(self) -> None:
+        """Note the last replay, as the record is dropped."""
+        self.note()
+        del state.replayed_changes[id(self)]
+
+    def note(self) -> None:
+        """Note the last replay with each piece of memory."""
+        for (_, part), changes in self._parts.items():
+            changes.note(part, self.last)
+            _notice(changes)
 
 
 def note_change(array: Array, name: str | None) -> None:
     """Note that ``array``, of a Tensor called ``name``, changes in place now."""
     root = root_of(array)
-    changes = changes_of(root)
-    changes.note(array, root is array or root.nbytes == array.nbytes, name)
-    for noticed in state.noticed_changes:
-        noticed.append(changes)
-
-
-def note_replay(written: Iterable[Changes]) -> None:
-    """Note that a replay has changed all of the memory that it writes."""
-    number = next(state.numbers)
-    for changes in written:
-        changes.last = changes.of_all = number
-    for noticed in state.noticed_changes:
-        noticed.extend(written)
+    changes = _changes_of(root)
+    is_all = root is array or root.nbytes == array.nbytes
+    changes.note(None if is_all else _extent(array), next(state.numbers))
+    changes.name = name
+    _notice(changes)
 
 
 def changed_after(number: int) -> dict[int, Changes]:
     """Return by their keys what has changed after ``number``."""
-    return {changes.key: changes for changes in list(state.changes.values()) if changes.last > number}
+    for replayed in list(state.replayed_changes.values()):
+        if replayed.last > number:
+            replayed.note()
+    while True:
+        try:
+            latest = takewhile(lambda changes: changes.last > number, reversed(state.changes.values()))
+            return {changes.key: changes for changes in latest}
+        except RuntimeError:  # another thread has noted a change meanwhile, or memory was freed
+            continue
 
 
 @contextmanager
-def noticed_changes() -> Iterator[list[Changes]]:
-    """Inside: a list to which all changes are appended, those of other threads too."""
-    noticed: list[Changes] = []
-    state.noticed_changes = (*state.noticed_changes, noticed)
+def noticed_changes() -> Iterator[dict[int, Changes]]:
+    """Inside: a dict that gets all that changes, by its key, by other threads too."""
+    noticed: dict[int, Changes] = {}
+    state.noticed_changes[id(noticed)] = noticed
     try:
         yield noticed
     finally:
-        state.noticed_changes = tuple(each for each in state.noticed_changes if each is not noticed)
+        del state.noticed_changes[id(noticed)]
+
+
+def _changes_of(root: Array) -> Changes:
+    found: Changes | None = state.changes.get(id(root))
+    return state.changes.setdefault(id(root), Changes(root)) if found is None else found
+
+
+def _notice(changes: Changes) -> None:
+    """Make ``changes`` the latest, and give it to the backward passes that run."""
+    if changes.key in state.changes:
+        state.changes.move_to_end(changes.key)
+    for noticed in list(state.noticed_changes.values()):
+        noticed[changes.key] = changes
+
+
+def _extent(array: Array) -> Part:
+    """Return the part of memory that ``array`` lies in, with what is between its elements."""
+    first = address_of(array)
+    if array.flags.c_contiguous:
+        return first, first + array.nbytes
+    reach = [
+        stride * (length - 1) for length, stride in zip(array.shape, array.strides, strict=True) if length
+    ]
+    return (
+        first + sum(step for step in reach if step < 0),
+        first + sum(step for step in reach if step > 0) + array.itemsize,
+    )

@@ -308,10 +308,10 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
 def items(path: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the entries of a list, tuple or dict as (path, entry); the value itself if it is another object.
 
-    A Tensor or Layer that is a key has its number as a name, as its text changes with its values.
+    A Tensor or Layer that is a key has its number behind a # as a name, as its text changes with its values.
     """
     if isinstance(value, dict):
-        keys = [number if isinstance(key, (Tensor, Layer)) else key for number, key in enumerate(value)]
+        keys = [f"#{number}" if isinstance(key, (Tensor, Layer)) else key for number, key in enumerate(value)]
         entries = [(str(key), entry) for key, entry in zip(keys, value.values(), strict=True)]
     elif isinstance(value, (list, tuple)):
         entries = [(str(number), entry) for number, entry in enumerate(value)]

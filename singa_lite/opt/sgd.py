@@ -54,7 +54,7 @@ class SGD(Optimizer):
         before = vars(self).get(name)
         if name == "nesterov":
             value = check_bool("SGD", name, value)
-        elif name == "slot_names" and isinstance(value, tuple) and self._sums():
+        elif name == "slot_names" and isinstance(value, (list, tuple)) and self._sums():
             value = tuple(dict.fromkeys((*value, "momentum")))  # it stays
         super().__setattr__(name, value)
         if name not in ("momentum", "dampening", "nesterov"):

@@ -21,7 +21,7 @@ from typing import Any
 from ..config import env, state
 from ..errors import OptionError
 from ..graph.arena import share_memory
-from ..graph.changes import changes_of, note_replay
+from ..graph.changes import ReplayedChanges
 from ..graph.clock import without_empty_laps
 from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import ClockCall, Collective, Fork, Host, Kernel, Node, run_steps
@@ -30,7 +30,7 @@ from ..graph.rewrite import pack_in_place
 from ..graph.rounded import RoundedCopies, keep_copies, use_copies
 from ..profile import TimeProfile
 from ..tensor import Tensor
-from .run import Run, written_by
+from .run import Run
 
 NOTHING = nullcontext()
 Known = dict[Hashable, Hashable]  # values of guards now, by their keys
@@ -88,7 +88,8 @@ class Record:
         self._guards = run.recorder.guards
         # Ctrl-C waits for the end of a replay then, or some parameters would be a step ahead of others
         self._is_whole = run.recorder.updates_in_parts
-        self._written = [changes_of(array) for array in written_by(run.recorder).values()]
+        self._changes = ReplayedChanges(view for node in run.recorder.nodes for view in node.outputs)
+        weakref.finalize(self, self._changes.end).atexit = False
         self._compile(run.recorder, run.inputs, arenas, copies)
 
     def _compile(
@@ -182,7 +183,7 @@ class Record:
             self.device.backend.end_packing()
             raise
         finally:
-            note_replay(self._written)
+            self._changes.note_replay()
 
     def _replay_timed(self, profile: TimeProfile) -> None:
         """Run the nodes one by one and give the device's profile how long each took."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from ..config import this_thread
@@ -27,11 +26,6 @@ def is_recorded_now(tensor: Any) -> bool:
     return tensor.creator is None or (tensor.is_recorded and tensor.creator.context is not None)
 
 
-def loses_gradient(tensors: Iterable[Any]) -> bool:
-    """Return whether one of them is a recorded Tensor through which backward may still go; others do not count."""
-    return any(getattr(tensor, "is_recorded", False) and is_recorded_now(tensor) for tensor in tensors)
-
-
 def warn_if_recorded(where: str, *tensors: Any) -> None:
     """Warn if one of them is a recorded Tensor, and backward may still go through it.
 
@@ -39,5 +33,5 @@ def warn_if_recorded(where: str, *tensors: Any) -> None:
         where: the function of ``tensor`` that is called, for the message.
         tensors: what it computes from; other objects do not count.
     """
-    if loses_gradient(tensors):
+    if any(getattr(tensor, "is_recorded", False) and is_recorded_now(tensor) for tensor in tensors):
         warn(NO_GRADIENT.format(where))

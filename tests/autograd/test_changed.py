@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parameter that is changed between a forward pass and its backward: right gradients, or a GraphError."""
 
+import contextlib
+import gc
 import pickle
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from singa_lite import autograd, layer, model, opt
 from singa_lite.config import state
 from singa_lite.errors import GraphError
-from singa_lite.graph.changes import changes_of, note_change
+from singa_lite.graph.changes import note_change
 from singa_lite.tensor import Tensor, copy_data_to_from, from_numpy, from_raw_tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -154,6 +157,196 @@ def test_another_part_of_the_memory_may_change():
         autograd.gradients(product)
 
 
+def trained_by_replays():
+    net = TwoLosses(has_one_update=True)
+    x, y = (from_numpy(np.ones(shape, np.float32)) for shape in ((2, 3), (2, 1)))
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([x], use_graph=True)
+    net(x, y)
+    return net, x, y
+
+
+def test_a_replay_changes_what_it_updates():
+    net, x, y = trained_by_replays()
+    product = autograd.reduce_sum(net.forward(x))
+    net(x, y)
+    assert [info.break_reason for info in net.graph_info()] == [None]
+    with pytest.raises(GraphError, match=r"Matmul needs second.W of shape \(4, 1\)"):
+        autograd.gradients(product)
+
+
+def test_a_replay_in_the_loop_over_gradients_is_noticed():
+    net, x, y = trained_by_replays()
+    last = Tensor((1,), stores_grad=True)
+    gradients = autograd.backward(autograd.reduce_sum(net.forward(x)) + last)
+    assert next(gradients)[0] is last
+    net(x, y)
+    with pytest.raises(GraphError, match=r"Matmul needs second\.W"):
+        list(gradients)
+
+
+def test_a_replay_is_noticed_whose_record_is_gone():
+    net, x, y = trained_by_replays()
+    product = autograd.reduce_sum(net.forward(x))
+    net(x, y)
+    net.graph(True)
+    gc.collect()
+    with pytest.raises(GraphError, match=r"Matmul needs second\.W"):
+        autograd.gradients(product)
+    for _ in range(3):
+        net(x, y)
+    del net, product
+    gc.collect()
+    assert not state.replayed_changes
+
+
+class OnlyFirst(model.Model):
+    """Has one of two parameters that are parts of one array."""
+
+    def __init__(self, param):
+        super().__init__()
+        self.param = param
+
+    def forward(self, x):
+        return x * self.param
+
+    def train_one_batch(self, x):
+        loss = autograd.reduce_sum(self.forward(x))
+        self.optimizer(loss)
+        return loss
+
+
+def test_a_replay_changes_only_the_parts_that_it_writes():
+    flat = np.ones((2, 3), np.float32)
+    first, second = from_raw_tensor(flat[0]), from_raw_tensor(flat[1])
+    first.stores_grad = second.stores_grad = True
+    net, x = OnlyFirst(first), from_numpy(np.ones(3, np.float32))
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([x], use_graph=True)
+    net(x)
+    later, earlier = (autograd.reduce_sum(param * param) for param in (second, first))
+    net(x)
+    assert [info.break_reason for info in net.graph_info()] == [None]
+    np.testing.assert_array_equal(to_numpy(autograd.gradients(later)[second]), [2.0, 2.0, 2.0])
+    with pytest.raises(GraphError):
+        autograd.gradients(earlier)
+
+
+def test_parameters_may_be_many_parts_of_one_array():
+    flat = np.ones((80, 2, 2), np.float32)
+    params = [from_raw_tensor(each) for each in flat]
+    y = from_numpy(np.ones((1, 2), np.float32))
+    for param in params:
+        param.stores_grad = True
+        y = autograd.tanh(autograd.matmul(y, param))
+    sgd, seen = opt.SGD(lr=0.1), 0
+    for param, gradient in autograd.backward(autograd.reduce_sum(y)):
+        sgd.update(param, gradient)
+        seen += 1
+    assert seen == 80
+
+
+def test_a_change_between_two_calls_counts_for_the_first_alone():
+    w, v = parameters()
+    before = autograd.matmul(w, v)
+    v += 1.0
+    after = autograd.reduce_sum(before)
+    with pytest.raises(GraphError, match="Matmul needs v"):
+        autograd.gradients(after)
+    gradients = autograd.gradients(autograd.reduce_sum(autograd.matmul(w, v)))
+    np.testing.assert_array_equal(to_numpy(gradients[w]), np.ones((2, 2)) @ (np.array(FIRST["v"]) + 1).T)
+
+
+class WithWorkspace(autograd.Operator):
+    """Writes a Tensor of its own in forward and backward."""
+
+    work = Tensor((2, 2))
+
+    def forward(self, context, x):
+        self.work.set_value(2.0)
+        y = context.empty(x.shape, x.dtype)
+        context.run("mul", x, self.work.array, out=y)
+        return y
+
+    backward = forward
+
+
+def test_what_an_operator_of_a_script_writes_itself_is_its_own():
+    w, _ = parameters()
+    [(_, gradient)] = autograd.backward(autograd.reduce_sum(WithWorkspace()(WithWorkspace()(w))))
+    np.testing.assert_array_equal(to_numpy(gradient), np.full((2, 2), 4.0))
+
+
+class Checkpointed(autograd.Operator):
+    """Computes x w again in backward, by a backward pass of its own into ``grad``."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def forward(self, context, x):
+        context.save(x)
+        with autograd.no_grad():
+            return autograd.matmul(Tensor.wrap(x, context.device), self.weight).array
+
+    def backward(self, context, dy):
+        x = Tensor.wrap(context.saved[0], context.device)
+        x.stores_grad = True
+        autograd.matmul(x, self.weight).backward(Tensor.wrap(dy, context.device))
+        return x.grad.array
+
+
+def test_an_operator_may_run_a_backward_pass_of_its_own():
+    [w] = parameters(w=FIRST["w"])
+    x = Tensor(data=np.ones((2, 2), np.float32), stores_grad=True)
+    first, second = (autograd.reduce_sum(Checkpointed(w)(x)) for _ in range(2))
+    first.backward()
+    second.backward()
+    np.testing.assert_array_equal(to_numpy(w.grad), np.full((2, 2), 4.0))
+
+
+def test_a_part_with_gaps_is_read_from_its_first_to_its_last_byte():
+    class Columns(autograd.Operator):
+        def forward(self, context, x, w):
+            context.save(x[::-1, :1])
+            return w * x.sum()
+
+        def backward(self, context, dy):
+            return None, dy * context.saved[0].sum()
+
+    for row in range(4):
+        x, [w] = from_numpy(np.ones((4, 2), np.float32)), parameters(w=[1.0])
+        y = Columns()(x, w)
+        from_raw_tensor(x.data[row]).set_value(5.0)
+        with pytest.raises(GraphError, match="Columns needs"):
+            autograd.gradients(y)
+
+
+def test_threads_that_walk_at_once_notice_their_changes():
+    missed, interval = [], sys.getswitchinterval()
+
+    def walk():
+        autograd.training = True
+        w, v = parameters()
+        last = Tensor((1,), stores_grad=True)
+        for _ in range(100):
+            gradients = autograd.backward(autograd.reduce_sum(autograd.matmul(v, w)) + last)
+            next(gradients)
+            v.set_value(10.0)
+            with contextlib.suppress(GraphError):
+                missed.append(len(list(gradients)))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=walk) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not missed and not state.noticed_changes
+
+
 def test_a_gradient_that_another_backward_changes_is_noticed():
     w, v = parameters()
     autograd.reduce_sum(w * v).backward()
@@ -177,7 +370,7 @@ def test_memory_that_is_gone_is_not_kept_in_mind():
 def test_memory_that_is_gone_is_not_taken_for_what_comes_later():
     array = np.zeros(3)
     note_change(array, "w")
-    changes = changes_of(array)
+    changes = state.changes[id(array)]
     assert changes.is_after(0, array[1:])
     del array
     assert not changes.is_after(0, np.zeros(3))  # whose id may be that of the first
@@ -221,19 +414,6 @@ def compiled(net, x, **options):
     net.set_optimizer(opt.SGD(lr=0.1))
     net.compile([x], **options)
     return net
-
-
-def test_a_replay_changes_what_it_updates():
-    net = TwoLosses(has_one_update=True)
-    x, y = (from_numpy(np.ones(shape, np.float32)) for shape in ((2, 3), (2, 1)))
-    net.set_optimizer(opt.SGD(lr=0.1))
-    net.compile([x], use_graph=True)
-    net(x, y)
-    product = autograd.reduce_sum(net.forward(x))
-    net(x, y)
-    assert [info.break_reason for info in net.graph_info()] == [None]
-    with pytest.raises(GraphError, match=r"Matmul needs second.W of shape \(4, 1\)"):
-        autograd.gradients(product)
 
 
 @pytest.mark.parametrize("use_graph", [False, True])

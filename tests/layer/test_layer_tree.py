@@ -315,7 +315,7 @@ def test_a_tensor_or_layer_as_a_key_has_its_number_as_a_name() -> None:
     holder.scale = {bias: Tensor((1,), stores_grad=True) for bias in biases}
     holder.extra = {holder.first: Tensor((3,), stores_grad=True), "last": Tensor((4,), stores_grad=True)}
     names = list(holder.get_params())
-    assert names[4:] == ["scale.0", "scale.1", "extra.0", "extra.last"]
+    assert names[4:] == ["scale.#0", "scale.#1", "extra.#0", "extra.last"]
     for bias in biases:
         bias += 1.0
     assert list(holder.get_params()) == names

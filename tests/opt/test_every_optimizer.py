@@ -392,7 +392,7 @@ class SetsSlotsLater(opt.SGD):
 class ForgetsMomentum(opt.SGD):
     def __init__(self, **arguments):
         super().__init__(**arguments)
-        self.slot_names = ("average",)
+        self.slot_names = ["average"]
 
 
 @pytest.mark.parametrize(
