@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 EVALUATES = (
     "{0} is in evaluation mode, where a call of the model records nothing: what its input was computed from gets no "
-    "gradient through it. Call its forward(), or clone() the input if that is meant"
+    "gradient through it. Call its forward(), or if that is meant clone() the input"
 )
 RUNS_LATER = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
@@ -239,7 +239,8 @@ class Model(Layer):
                 )
             if is_layer:
                 return self.forward(*inputs, **options)
-            if this_thread.model is not None and any(map(is_recorded_now, leaves((inputs, options)))):
+            is_recording = this_thread.training and this_thread.recording
+            if is_recording and any(map(is_recorded_now, leaves((inputs, options)))):
                 warn(EVALUATES.format(type(self).__name__))
             return self._evaluate(*inputs, **options)
         if this_thread.model is self:

@@ -488,6 +488,11 @@ def test_a_gradient_that_ends_at_a_model_in_evaluation_is_reported(use_graph, me
         net(x)
     net.eval()
     net.critic(net.forward(x))  # without a warning, which would be an error
+    autograd.training = True
+    with pytest.warns(UserWarning, match="gets no gradient through it"):
+        net.critic(net.forward(x))
+    with autograd.no_grad():
+        net.critic(net.forward(x))
 
 
 class Copies(Linear):
