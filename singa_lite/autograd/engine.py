@@ -497,7 +497,6 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
                         continue
                     del uses[source]
                     if source in gradients:
-                        noticed.clear()  # what operators have changed is theirs
                         # in no variable, so that the caller alone has it
                         yield (
                             source,

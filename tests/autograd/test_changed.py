@@ -14,6 +14,7 @@ import pytest
 from singa_lite import autograd, layer, model, opt
 from singa_lite.config import state
 from singa_lite.errors import GraphError
+from singa_lite.graph import changes
 from singa_lite.graph.changes import note_change
 from singa_lite.tensor import Tensor, copy_data_to_from, from_numpy, from_raw_tensor, to_numpy
 from tests.ranks import run_ranks
@@ -147,6 +148,7 @@ def test_another_part_of_the_memory_may_change():
     slots = np.ones((3, 2, 2), np.float32)
     x, other = from_raw_tensor(slots[1]), [from_raw_tensor(slots[number]) for number in (0, 2)]
     [w] = parameters(w=FIRST["w"])
+    x.set_value(1.0)
     product = autograd.reduce_sum(autograd.matmul(x, w))
     for number, each in enumerate([*other] * 40):
         each.set_value(float(number))
@@ -200,7 +202,7 @@ def test_a_replay_is_noticed_whose_record_is_gone():
     assert not state.replayed_changes
 
 
-class OnlyFirst(model.Model):
+class OnlyOne(model.Model):
     """Has one of two parameters that are parts of one array."""
 
     def __init__(self, param):
@@ -216,11 +218,12 @@ class OnlyFirst(model.Model):
         return loss
 
 
-def test_a_replay_changes_only_the_parts_that_it_writes():
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_replay_changes_only_the_parts_that_it_writes(is_second):
     flat = np.ones((2, 3), np.float32)
-    first, second = from_raw_tensor(flat[0]), from_raw_tensor(flat[1])
+    first, second = from_raw_tensor(flat[int(is_second)]), from_raw_tensor(flat[1 - is_second])
     first.stores_grad = second.stores_grad = True
-    net, x = OnlyFirst(first), from_numpy(np.ones(3, np.float32))
+    net, x = OnlyOne(first), from_numpy(np.ones(3, np.float32))
     net.set_optimizer(opt.SGD(lr=0.1))
     net.compile([x], use_graph=True)
     net(x)
@@ -230,6 +233,35 @@ def test_a_replay_changes_only_the_parts_that_it_writes():
     np.testing.assert_array_equal(to_numpy(autograd.gradients(later)[second]), [2.0, 2.0, 2.0])
     with pytest.raises(GraphError):
         autograd.gradients(earlier)
+    begun = second * second
+    net(x)
+    product = autograd.reduce_sum(begun + first * first)
+    first.set_value(7.0)
+    with pytest.raises(GraphError):
+        autograd.gradients(product)
+
+
+def test_of_too_many_parts_all_count_as_changed(monkeypatch):
+    monkeypatch.setattr(changes, "MAX_PARTS", 3)
+    flat = np.ones((8, 3), np.float32)
+    params = [from_raw_tensor(each) for each in flat]
+    params[7].stores_grad = True
+    for number, raises in ((3, False), (3, False), (4, True)):
+        product = autograd.reduce_sum(params[7] * params[7])
+        for param in params[:number]:
+            param.set_value(1.0)
+        with pytest.raises(GraphError) if raises else contextlib.nullcontext():
+            autograd.gradients(product)
+
+
+def test_a_leaf_that_was_changed_before_others_is_noticed_when_it_changes_again():
+    w, v = parameters()
+    for each in (w, v):
+        each += 1.0
+    product = autograd.reduce_sum(autograd.matmul(w, v))
+    w += 1.0
+    with pytest.raises(GraphError, match="Matmul needs w"):
+        autograd.gradients(product)
 
 
 def test_parameters_may_be_many_parts_of_one_array():
@@ -370,10 +402,10 @@ def test_memory_that_is_gone_is_not_kept_in_mind():
 def test_memory_that_is_gone_is_not_taken_for_what_comes_later():
     array = np.zeros(3)
     note_change(array, "w")
-    changes = state.changes[id(array)]
-    assert changes.is_after(0, array[1:])
+    found = state.changes[id(array)]
+    assert found.is_after(0, array[1:])
     del array
-    assert not changes.is_after(0, np.zeros(3))  # whose id may be that of the first
+    assert not found.is_after(0, np.zeros(3))  # whose id may be that of the first
 
 
 def test_a_use_after_the_change_is_of_the_new_values():
