@@ -255,9 +255,10 @@ class Model(Layer):
             if not self._is_compiled:
                 return self._run_first(*inputs, **options)
             self._prepare()
-            place: tuple[int | None, int] = None, 0
+            place = Optimizer.place
             if self._optimizer is not None and self._optimizer.places_streams:
-                place = self._optimizer.place_streams()
+                self._optimizer.place_streams()
+                place = self._optimizer.place
             if not self._use_graph:
                 return self.run_train_one_batch(*inputs, **options)
             if self._records.owner() is not self:  # they are of the model that this is a copy of

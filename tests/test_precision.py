@@ -310,3 +310,43 @@ def test_compile_refuses_what_it_does_not_compute_and_changes_nothing() -> None:
         net.compile([Tensor((2, 1, 8, 8), dtype="float64")], precision="bf16")
     net.compile([batch(0)[0]], is_train=False)
     assert net(batch(0)[0]).dtype == "float32"
+
+
+class HoldsItsBatch(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer.Linear(16), layer.Linear(4)
+        self.batch = Tensor((4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(autograd.relu(self.first(x)))
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def test_a_run_whose_batch_is_the_models_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    def made() -> HoldsItsBatch:
+        get_default_device().SetRandSeed(7)
+        net = HoldsItsBatch()
+        net.set_optimizer(opt.SGD(lr=0.05, momentum=0.9))
+        net.compile([net.batch], use_graph=True, precision="bf16")
+        return net
+
+    def train(net: HoldsItsBatch, steps: range) -> None:
+        for step in steps:
+            rng = np.random.default_rng(step)
+            net.batch.copy_from_numpy(rng.standard_normal((4, 8)).astype(np.float32))
+            net(net.batch, from_numpy(rng.standard_normal((4, 4)).astype(np.float32)))
+
+    saved, resumed = made(), made()
+    train(saved, range(3))
+    saved.save_states(tmp_path / "states.zip")
+    resumed.load_states(tmp_path / "states.zip")
+    for net in (saved, resumed):
+        train(net, range(3, 9))
+        assert [info.break_reason for info in net.graph_info()] == [None]
+    for name, value in saved.get_params().items():
+        np.testing.assert_array_equal(to_numpy(value), to_numpy(resumed.get_params()[name]))

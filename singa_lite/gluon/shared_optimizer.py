@@ -16,7 +16,9 @@ from ..graph.recorder import guard
 from ..kvstore.store import KVStore
 from ..opt.arguments import argument_names
 from ..opt.base import OWN_ATTRIBUTES, Optimizer
-from ..opt.schedule import Constant, DecayScheduler, described
+from ..opt.schedule import Constant, DecayScheduler
+
+MAX_ITEMS = 100  # of a list whose numbers are compared at each step
 
 
 class SharedOptimizer:
@@ -88,8 +90,9 @@ class SharedOptimizer:
         changed = self._changed()
         if not self._is_on_store:
             if changed:
-                steps = self._optimizer.step_counter
-                store.agree("step", {"the optimizer": self._optimizer.settings(), "its step_counter": steps})
+                steps, kind = self._optimizer.step_counter, type(self._optimizer)
+                settings = {k: v for k, v in self._optimizer.settings().items() if _says_how(kind, k)}
+                store.agree("step", {"the optimizer": settings, "its step_counter": steps})
         elif store.optimizer_description is not self._description:
             self._check_replaced(store)
         elif "step_counter" in changed or (changed and not self._is_like_store(store)):
@@ -133,12 +136,15 @@ class SharedOptimizer:
     def _attributes(self) -> dict[str, Any]:
         """Return what says how the optimizer updates, the arguments of schedules as "lr.decay_rate"."""
         attributes = vars(self._optimizer)  # not the property step_counter: a recorded step may not read it
-        found = {name: value for name, value in attributes.items() if name not in OWN_ATTRIBUTES}
+        kind = type(self._optimizer)
+        found = {name: value for name, value in attributes.items() if _says_how(kind, name)}
         arguments: dict[str, Any] = {}
         for name, value in found.items():
             arguments |= _arguments_of(name, value)
-            if isinstance(value, (list, tuple, dict)):  # may be changed in place
-                found[name] = value if (items := described(value, 0)) is None else repr(items)
+            if isinstance(value, list) and len(value) <= MAX_ITEMS:  # may be changed in place
+                found[name] = (
+                    repr(value) if all(isinstance(item, (int, float, str)) for item in value) else value
+                )
         return {**found, **arguments, "step_counter": attributes["_step_counter"]}
 
     def _note(self) -> None:
@@ -149,6 +155,13 @@ class SharedOptimizer:
     def _note_lr(self) -> None:
         now = self._attributes()
         self._noted |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
+
+
+def _says_how(kind: type, name: str) -> bool:
+    """Return whether an attribute of an optimizer is a setting: public, or set by a property of its name."""
+    of_class = getattr(kind, name.lstrip("_"), None)
+    is_set = isinstance(of_class, property) and of_class.fset is not None
+    return name not in OWN_ATTRIBUTES and (is_set or not name.startswith("_"))
 
 
 def _arguments_of(where: str, value: object) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,12 +100,14 @@ def comparable(value: object, step: int) -> object:
     if isinstance(value, Tensor):
         value = to_numpy(value)
     if isinstance(value, np.ndarray):
-        return value.dtype, value.shape, value.tobytes()
+        return value.dtype, value.shape, value.tolist() if value.dtype.hasobject else value.tobytes()
     if isinstance(value, dict):
         return {key: comparable(item, step) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [comparable(item, step) for item in value]
-    return value if isinstance(value, (set, frozenset)) else getattr(value, "__code__", type(value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(comparable(item, step)) for item in value)
+    return value.__code__ if isinstance(value, (FunctionType, MethodType)) else type(value)
 
 
 def _as_json(where: str, value: object) -> Any:

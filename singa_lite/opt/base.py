@@ -7,7 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ NOT_UPDATED = (
 )
 NOT_SAVED = (
     "{}: the Tensors in {} are not in its states: they are not saved, and not compared over ranks; name them in "
-    "slot_names and keep them by self.slots(param), or write get_states and set_states, unless they stay as they are"
+    "slot_names and keep them by self.slots(param), or write get_states and set_states, unless no later step needs them"
 )
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = (
@@ -104,6 +104,8 @@ class Optimizer:
     slot_names: tuple[str, ...] = ()
     is_recordable = False
     places_streams = False  # whether a Model calls ``place_streams`` before each training step
+    # then the number of the next call within the update, and how many updates were left out so far
+    place: tuple[int | None, int] = None, 0
     # names of methods that the class has not written, but inherited from a class that is no Optimizer
     _inherited_methods: tuple[str, ...] = ()
     lr = ScheduleAttribute()
@@ -188,13 +190,8 @@ class Optimizer:
             self.slots(param)
         self._parameters, self._unnamed = list(params.values()), None
 
-    def place_streams(self) -> tuple[int, int]:
-        """Set the random streams of the devices to where the next call of this optimizer has them begin.
-
-        Returns:
-            The number of that call within the update, and how many updates were left out so far.
-        """
-        return 0, 0
+    def place_streams(self) -> None:
+        """Set the random streams of the devices to where the next call of this optimizer has them begin."""
 
     # ---- gradients one can hold ----------------------------------------------------------------------
 
@@ -447,7 +444,8 @@ class Optimizer:
             raise OptionError(f"{name}: a class of this name was defined again after this optimizer was made")
         mine, made, step = vars(self), vars(again), self._step_counter
         for key in [key for key in {**mine, **made} if key not in OWN_ATTRIBUTES]:
-            if comparable(mine.get(key), step) == comparable(made.get(key), step):
+            is_cached = isinstance(getattr(type(self), key, None), cached_property)
+            if is_cached or comparable(mine.get(key), step) == comparable(made.get(key), step):
                 continue
             cure = f"make {key} what an argument of the constructor says"
             if key in replaced_methods(self):
@@ -551,11 +549,15 @@ class Optimizer:
             *self._names,
             *(slot for each in self._slots.values() for slot in each.values()),
         }
+
+        def is_parameter(tensor: Tensor) -> bool:  # clones store gradients too
+            return tensor.stores_grad and not self._parameters
+
         unsaved = [
             name
             for name, value in vars(self).items()
             if name not in OWN_ATTRIBUTES
-            and not all(tensor in known or tensor.stores_grad for tensor in leaves(value))
+            and not all(tensor in known or is_parameter(tensor) for tensor in leaves(value))
         ]
         if unsaved:
             vars(self)["_has_warned"] = True

@@ -362,12 +362,14 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         if self._order == "fixed":
             bookkeep(self.place_streams)
 
-    def place_streams(self) -> tuple[int, int]:
+    def place_streams(self) -> None:
         first = self._opt._step_counter * self.world_size + self.communicator.rank
         devices = dict.fromkeys(param.device for param in self._ranks.names)
-        number = self._sums.num_calls
-        begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + number)
-        return number, self._num_dropped
+        begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
+
+    @property
+    def place(self) -> tuple[int | None, int]:  # type: ignore[override]
+        return self._sums.num_calls, self._num_dropped
 
     def _gradients(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what backward does, once the ranks have agreed on its parameters."""

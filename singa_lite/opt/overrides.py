@@ -36,7 +36,7 @@ def updates_in(owner: object) -> set[str]:
 def replaced_methods(optimizer: object) -> dict[str, Any]:
     """Return by name the functions that were set as attributes of an optimizer instead of methods of its class."""
     held = vars(optimizer)
-    return {name: held[name] for name in (*ON_HOST, *UNRECORDABLE) if name in held}
+    return {name: held[name] for name in (*ON_HOST, *UNRECORDABLE) if callable(held.get(name))}
 
 
 def is_of_package(optimizer: type, name: str) -> bool:

@@ -145,6 +145,8 @@ class Records:
                         kind.records.insert(0, kind.records.pop(number))
                         kind.misses = self._misses[microbatch] = 0
                         if record.num_left <= 0:
+                            if not kind.is_checked and self._share_memory(model, tensors):
+                                return self._note_writes(kind, model, arguments, options)
                             return self._run_postponed(kind, record, model, arguments, options)
                         record.num_left -= 1
                         record.num_replays += 1
@@ -290,11 +292,11 @@ class Records:
         modes = precision, this_thread.recording
         key = microbatch, key, modes, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
         if key not in self._kinds:
-            if len(self._kinds) >= MAX_KINDS:
-                self._forget_kind(microbatch)
+            self._forget_kind(microbatch)
             reason = reason or _unfit(tensors, shared is not None and shared[1])
             label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
             label += "" if this_thread.recording else ", no_grad"
+            label += "" if microbatch is None else f", microbatch {microbatch}"
             self._kinds[key] = Kind(label, types, microbatch, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors if shared is None else list(dict.fromkeys(tensors))
@@ -333,6 +335,7 @@ class Records:
         self._misses.clear()
         for kind in self._kinds.values():
             kind.misses = kind.retries = kind.drops = 0
+            kind.is_checked = False
             for record in kind.records:
                 record.num_replays = REPLAYS_PAID  # its drop does not count: a run that goes on has none yet
         self._postpone_records()

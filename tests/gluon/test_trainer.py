@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -437,7 +438,12 @@ class Hidden(opt.Optimizer):
 
     def __init__(self, lr: float = 1.0) -> None:
         super().__init__(lr)
-        self._factor, self.factors = 1.0, {"w": [1.0]}
+        self._factor, self.factors = 1.0, [1.0]
+        self._seconds = 0.0
+
+    @functools.cached_property
+    def _log(self) -> np.ndarray:
+        return np.zeros(2)
 
     @property
     def factor(self) -> float:
@@ -451,20 +457,23 @@ class Hidden(opt.Optimizer):
         if name == "_factor":
             self.factor = value
         else:
-            self.factors["w"][0] = value
+            self.factors[0] = value
 
     def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
-        value -= grad * self.factor * self.factors[name][0]
+        self._seconds = time.perf_counter()
+        value -= grad * self.factor * self.factors[0]
 
 
 @fact
 def what_a_property_or_a_list_holds_is_noticed_between_steps(rig: Rig) -> None:
     for on_store in BOTH:
         for name in ("_factor", "factors"):
-            params = {"w": parameter([0.0])}
-            trainer = trainer_of(rig, params, on_store, Hidden())
+            params, optimizer = {"w": parameter([0.0])}, Hidden()
+            trainer = trainer_of(rig, params, on_store, optimizer)
             backward({params["w"]: 1})
             trainer.step(1)
+            if rig.rank == 0:
+                assert optimizer._log.size == 2  # kept by the class for itself
             trainer.optimizer.change(name, 0.5)  # type: ignore[attr-defined]
             backward({params["w"]: 1})
             if on_store:
@@ -472,6 +481,7 @@ def what_a_property_or_a_list_holds_is_noticed_between_steps(rig: Rig) -> None:
                 assert f"Hidden: its constructor would not make it again: {name} is" in text, text
                 continue
             trainer.step(1)
+            optimizer._seconds = rig.rank
             assert values(params) == {"w": [-1.5 * rig.size]}
             if rig.size > 1:
                 trainer.optimizer.change(name, float(rig.rank))  # type: ignore[attr-defined]

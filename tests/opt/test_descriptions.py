@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers as JSON values: ``create`` makes of a description what was described, for every optimizer."""
 
+import functools
 import gc
 import json
 
@@ -154,6 +155,33 @@ def changed_list():
     optimizer = Lists()
     optimizer.factors = {"w": [5.0]}
     return optimizer
+
+
+class Decays(opt.Optimizer):
+    """Has a number by the name of a method of other optimizers, and values that it makes when they are asked for."""
+
+    def __init__(self, lr=0.1, decay=0.9):
+        super().__init__(lr)
+        self.decay = decay
+        self.names = np.array([decay, None], object)
+
+    @functools.cached_property
+    def log(self):
+        return np.zeros(2)
+
+    def update_all(self, pairs):
+        for param, grad in pairs:
+            param -= grad * self.decay
+
+
+def test_a_number_may_have_the_name_of_a_method_and_values_may_be_made_late():
+    made, other = Decays(), Decays(decay=0.5)
+    assert made.settings()["decay"] == 0.9 and other.settings()["decay"] == 0.5
+    assert made.log.size == 2
+    assert made_again(made).settings() == made.settings()
+    made.names[0] = 0.7
+    with pytest.raises(OptionError, match="names is"):
+        made.describe()
 
 
 def test_lists_and_dicts_are_settings():
