@@ -351,6 +351,10 @@ class Model(Layer):
             or (isinstance(aux_states, Mapping) and all(isinstance(key, str) for key in aux_states))
         ):
             raise CheckpointError(f"save_states: aux_states must be arrays by name, not {aux_states!r}")
+        if masked := [name for name, value in (aux_states or {}).items() if np.ma.is_masked(value)]:
+            raise CheckpointError(
+                f"save_states: aux_states: {masked[0]} has masked values; give them a value, such as by filled(0)"
+            )
         try:
             aux = {
                 name: to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)

@@ -27,13 +27,15 @@ class TimeProfile:
         verbosity: 0 measures nothing; 1 prints phases, 2 every call, 3 the calls of synchronisation only.
         skip_iteration: replays not counted at the start of each record.
         entries: by record and position in it.
-        iterations: replays counted, by record.
+        iterations: replays of each record.
+        counted: those whose seconds the entries have.
     """
 
     verbosity: int = 0
     skip_iteration: int = SKIP_ITERATION
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     iterations: dict[int, int] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
 
     def set_verbosity(self, verbosity: int) -> None:
         """Choose what is measured from the next replay on; what was measured is forgotten."""
@@ -41,12 +43,14 @@ class TimeProfile:
         self.verbosity = verbosity
         self.entries.clear()
         self.iterations.clear()
+        self.counted.clear()
 
     def add(self, record: int, names: list[tuple[str, str]], seconds: list[float]) -> None:
         """Add one replay: (phase, name) and seconds of each call."""
         entries = self.entries.setdefault(record, [Entry(phase, name) for phase, name in names])
         count = self.iterations[record] = self.iterations.get(record, 0) + 1
         if count > self.skip_iteration:
+            self.counted[record] = self.counted.get(record, 0) + 1
             for entry, spent in zip(entries, seconds, strict=True):
                 entry.seconds += spent
 
@@ -54,8 +58,8 @@ class TimeProfile:
         """Return the table, seconds per replay."""
         lines = ["Time Profiling:"]
         for record, entries in self.entries.items():
-            count = self.iterations[record] - self.skip_iteration
-            if count <= 0:
+            count = self.counted.get(record, 0)
+            if count == 0:
                 lines.append(f"(no replay counted yet: the first {self.skip_iteration} are skipped)")
                 continue
             if self.verbosity == 1:

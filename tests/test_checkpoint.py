@@ -74,6 +74,13 @@ def test_a_list_that_is_no_array_is_a_checkpoint_error(tmp_path):
     assert not path.exists()
 
 
+def test_an_array_with_masked_values_is_a_checkpoint_error(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(CheckpointError, match="a has masked values"):
+        compiled().save_states(path, {"a": np.ma.array([1.0, 2.0], mask=[False, True])})
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("name", ["\udc80", "a" * 70_000])
 def test_a_name_that_no_archive_can_have_is_a_checkpoint_error(name, tmp_path):
     path = tmp_path / "file"

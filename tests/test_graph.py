@@ -17,6 +17,7 @@ from singa_lite.device import get_default_device
 from singa_lite.errors import OptionError, ShapeError
 from singa_lite.graph.nodes import Host
 from singa_lite.graph.recorder import Recorder
+from singa_lite.profile import TimeProfile
 from singa_lite.record import records
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
@@ -590,6 +591,15 @@ def test_each_loss_of_a_step_has_its_calls_in_the_right_phase(as_recorded, amid)
 
 def test_the_first_replays_are_not_counted(capsys):
     assert "the first 5 are skipped" in profiled(capsys, 1, replays=5)[1]
+
+
+@pytest.mark.parametrize("later", [0, 5])
+def test_the_seconds_a_replay_do_not_depend_on_what_is_skipped_later(later):
+    profile = TimeProfile(verbosity=2, skip_iteration=2)
+    for _ in range(6):
+        profile.add(1, [("Forward", "conv2d")], [0.25])
+    profile.skip_iteration = later
+    assert profile.text().splitlines()[1] == "OP_ID0. conv2d : 0.250000 sec"
 
 
 class Small(model.Model):

@@ -89,12 +89,14 @@ def shortest(found: Sequence[Prediction]) -> Prediction:
     return best
 
 
-def paying_range(calibration: Calibration, cluster: Cluster, option: str) -> tuple[int, int | None] | None:
-    """Return from which number of ranks an option's step is shorter than fp32's, and at which it no longer is.
+def paying_ranges(calibration: Calibration, cluster: Cluster, option: str) -> list[tuple[int, int | None]]:
+    """Return from which numbers of ranks an option's step is shorter than fp32's, and at which it no longer is.
 
-    The second is None if it is up to MOST_HOSTS hosts; the result is None if it never is. Ranks fill whole hosts, at
-    least two; beyond 256 hosts the search goes in steps of 1 %.
+    There may be several such ranges, as a collective of few bytes takes another way from some number on. The second
+    number is None if it is up to MOST_HOSTS hosts. Ranks fill whole hosts, at least two; beyond 256 hosts the search
+    goes in steps of 1 %.
     """
+    found: list[tuple[int, int | None]] = []
     first = None
     for hosts in _host_counts():
         size = hosts * cluster.per_host
@@ -103,8 +105,9 @@ def paying_range(calibration: Calibration, cluster: Cluster, option: str) -> tup
         if pays and first is None:
             first = size
         if not pays and first is not None:
-            return first, size
-    return None if first is None else (first, None)
+            found.append((first, size))
+            first = None
+    return found if first is None else [*found, (first, None)]
 
 
 def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> str:
@@ -135,18 +138,20 @@ def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> 
     lines += ["", "shorter than fp32 (over two hosts and more)"]
     for option in calibration.options:
         if option != "fp32":
-            lines.append(f"  {option:18} {_range_text(paying_range(calibration, cluster, option), cluster)}")
+            lines.append(
+                f"  {option:18} {_ranges_text(paying_ranges(calibration, cluster, option), cluster)}"
+            )
     return "\n".join(lines)
 
 
-def _range_text(found: tuple[int, int | None] | None, cluster: Cluster) -> str:
-    if found is None:
-        return "never"
-    first, end = found
+def _ranges_text(found: Sequence[tuple[int, int | None]], cluster: Cluster) -> str:
     most = MOST_HOSTS * cluster.per_host
-    return f"from {first} ranks " + (
-        f"on, as far as {most}" if end is None else f"until it stops paying at {end}"
-    )
+    texts = [
+        f"from {first} ranks "
+        + (f"on, as far as {most}" if end is None else f"until it stops paying at {end}")
+        for first, end in found
+    ]
+    return "; again ".join(texts) or "never"
 
 
 def _host_counts() -> Iterable[int]:

@@ -6,6 +6,7 @@ What lives here: arithmetic and text. Results are dicts as ``train.RankTraining.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 from ..sync.text import read_dist_option
 from .command import markdown_table
+from .train import split_threshold
 
 Result = Mapping[str, Any]  # JSON of a run
 PARTS = ("compute", "pack", "compress", "wire", "wait", "decompress", "update")  # with a column each
@@ -35,7 +37,8 @@ class Figure:
     @classmethod
     def of(cls, values: Sequence[float]) -> Figure:
         """Return the figure of at least one value."""
-        return cls(statistics.fmean(values), min(values), max(values))
+        mean = statistics.fmean(values)
+        return cls(mean, mean, mean) if math.isnan(mean) else cls(mean, min(values), max(values))
 
     def text(self, form: str, scale: float = 1) -> str:
         """Return the mean, and behind it lowest and highest where they differ, each in a format such as ".2f"."""
@@ -204,4 +207,4 @@ def _per_step(result: Result, name: str) -> float:
 
 def _is_fp32(option: str) -> bool:
     """Return whether the dist_option is fp32 by any of its names; "threshold=x" in it has no effect there."""
-    return read_dist_option(option.split(":")[0]).scheme.names[0] == "fp32"
+    return read_dist_option(split_threshold(option)[0]).scheme.names[0] == "fp32"

@@ -99,7 +99,7 @@ class Provenance:
     """The machine, software and inputs of runs, see Note [identity].
 
     Attributes:
-        machine: processors, cores, system, host.
+        machine: processors, cores that this process may use, system, host.
         software: versions of this package, with a hash of its files, of Python and of numpy.
         inputs: hashes of the data and of the model's file.
         environment: the switches that are set, and the threads of a rank.
@@ -223,7 +223,7 @@ def machine_facts() -> dict[str, Any]:
     names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
     return {
         "processor": " + ".join(sorted(names)) or platform.processor() or platform.machine(),
-        "cores": os.cpu_count() or 1,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "system": f"{platform.system()} {platform.machine()}",
         "host": platform.node(),
     }

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,11 @@ def compare(
     first = settings[0]
     check_model(first.model)
     images = data_set_of(first.model).images(first.synthetic, data)
-    runs = Runs(folder, Provenance.here(first.ranks, inputs_of(first.model, images)))
+
+    def provenance() -> Provenance:
+        return Provenance.here(first.ranks, inputs_of(first.model, images))
+
+    runs = Runs(folder, provenance())
     results: dict[str, list[dict[str, Any]]] = {each.option: [] for each in settings}
     with locked(folder / "lock"):  # two commands would make the same runs, and disturb each other's times
         for number, each in enumerate(settings, 1):
@@ -104,7 +109,7 @@ def compare(
             result = runs.find(each)
             if result is None:
                 with tracing(trace if len(settings) == 1 else _trace_of(trace, each)) as variables:
-                    code = _run(each, runs, data, variables)
+                    code = _run(each, runs, data, variables, provenance)
                 if code != 0:
                     say(
                         f"{start}: failed with exit code {code}, see above; fix that and call again for the rest"
@@ -136,11 +141,21 @@ def _trace_of(trace: Path | None, settings: Settings) -> Path | None:
     return trace.with_name(f"{trace.stem}-{option}-{settings.seed}{trace.suffix}")
 
 
-def _run(settings: Settings, runs: Runs, data: Path | None, variables: Mapping[str, str]) -> int:
+def _run(
+    settings: Settings,
+    runs: Runs,
+    data: Path | None,
+    variables: Mapping[str, str],
+    provenance: Callable[[], Provenance],
+) -> int:
     """Train in processes of their own and add the run; returns the exit code, and adds nothing if it is not 0.
 
     Args:
         variables: of the ranks' environment.
+        provenance: gives that of now.
+
+    Raises:
+        OptionError: rank 0 has ended without a result, or the model's file or the package has changed meanwhile.
     """
     # written by rank 0; the run counts when all ranks have ended
     measured = runs.path(settings).with_suffix(".measured")
@@ -149,6 +164,12 @@ def _run(settings: Settings, runs: Runs, data: Path | None, variables: Mapping[s
     given = (json.dumps(asdict(settings)), str(measured.resolve()), str(data or ""), bar)
     options = LaunchOptions(num_servers=0, link=settings.link, worker_env=variables)
     code = launch(rank_command("train", *given), settings.ranks, options)
+    if code == 0 and provenance() != runs.provenance:
+        measured.unlink(missing_ok=True)
+        raise OptionError(
+            f"bench: the file of {settings.model} or the package has changed while {settings.option} was trained, so "
+            "nobody knows what was measured; call again"
+        )
     if code == 0:
         try:
             runs.add(settings, json.loads(measured.read_bytes()))
@@ -178,13 +199,16 @@ def _report(
         "seeds": _seeds(settings),
         "target": target,
         "devices": devices,
-        "rows": as_json(rows),
+        "rows": _without_nan(as_json(rows)),
         "runs": {
             option: [runs.path(each).name for each in settings if each.option == option] for option in results
         },
     }
     heading = _heading(settings, devices, runs.provenance)
-    texts = {TABLE: json.dumps(content, indent=1), PAGE: page(rows, results, heading, target)}
+    texts = {
+        TABLE: json.dumps(content, indent=1, allow_nan=False),
+        PAGE: page(rows, results, heading, target),
+    }
     for name, text in texts.items():
         with atomic_file(runs.folder / name) as file:
             file.write(text.encode())
@@ -194,6 +218,15 @@ def _report(
         say("not in the table, as they were made elsewhere:\n  " + "\n  ".join(foreign))
     saved = ", ".join(str((runs.folder / name).resolve()) for name in written)
     print(f"{heading}\n\n{table(rows, target)}\n\nsaved: {saved}")
+
+
+def _without_nan(value: Any) -> Any:
+    """Return JSON values with null for NaN and infinities, which JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _heading(settings: Sequence[Settings], devices: Sequence[str], provenance: Provenance) -> str:

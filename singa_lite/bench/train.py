@@ -130,7 +130,8 @@ class RankTraining:
             accuracy: of all test images, after the last step.
             loss: mean over the last epoch's batches and ranks.
             steps, train_s: of the run; seconds of rank 0, without evaluations.
-            step_ms: mean over rank 0's steps, as options may do more in some than in others; not those of ``_warm``.
+            step_ms: mean over rank 0's steps, as options may do more in some than in others, and the waits for other
+                ranks behind them; not those of ``_warm``.
             parts_ms: the same of each part of a step (sync/step_seconds.py); none if a step had several updates.
             bytes_sent: of all steps, of each rank.
             epochs: of each the mean loss, steps, and bytes of all ranks.
@@ -175,9 +176,11 @@ class RankTraining:
             advance()
             is_end = is_last and number == len(self._sampler)
             if len(self._step_s) % settings.evaluate_every == 0 or is_end:
+                self._wait_for_all()
                 with clock.stopped():
                     self._evaluate(clock.seconds)
                     self._model.train()
+        self._wait_for_all()
         with clock.stopped():
             totals = np.array([loss_sum, self._bytes_sent - before])
             self._sum(totals)
@@ -188,6 +191,12 @@ class RankTraining:
             "steps": steps,
             "bytes_sent": int(totals[1]),
         }
+
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks have made their steps, as a part of the last one: not every option waits in each."""
+        start = time.perf_counter()
+        self._sum(np.zeros(1))
+        self._step_s[-1] += time.perf_counter() - start
 
     def _step(self, x: np.ndarray, y: np.ndarray) -> float:
         """Make one step; return the batch's loss. Timed from the call to the loss on the host."""

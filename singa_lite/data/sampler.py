@@ -88,10 +88,12 @@ class Consumer:
     Attributes:
         state: of the sampler behind the item taken last.
         thread: that makes them, once it has begun.
+        taker: the thread that has taken the last one.
     """
 
     state: dict[str, int]
     thread: int | None = None
+    taker: int | None = None
 
 
 class ResumableSampler:
@@ -151,13 +153,14 @@ class ResumableSampler:
         """
         self._break_graph()
         consumer, loop = self._consumer, self._loop  # another thread may move the sampler meanwhile
-        if consumer is not None:
+        me = threading.get_ident()
+        if consumer is not None and consumer.taker in (None, me):
             return consumer.state
-        if loop is not None and loop.is_open and loop.thread != threading.get_ident():
+        if consumer is not None or (loop is not None and loop.is_open and loop.thread != me):
             raise CheckpointError(
                 f"{type(self).__name__}: another thread takes its batches ahead of the training, or has left its loop "
                 "within the epoch, so the position of the training is unknown; call prefetch(batches, sampler=sampler) "
-                "or ask in the thread that trains"
+                "or ask in the thread that trains; of a prefetch in another one nobody knows it, so make items in one"
             )
         return self.live_state()
 
@@ -196,7 +199,7 @@ class ResumableSampler:
         """
         if self._consumer is not consumer:
             raise self._moved_error()
-        consumer.state = state
+        consumer.state, consumer.taker = state, threading.get_ident()
 
     def rewind(self, consumer: Consumer) -> None:
         """Go to the state of ``consumer``, if it is followed: what was made ahead was not used."""

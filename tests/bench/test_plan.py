@@ -25,7 +25,7 @@ from singa_lite.bench.cost import Cluster, Network, all_gather, collective, hier
 from singa_lite.bench.plan import (
     MOST_HOSTS,
     is_shorter,
-    paying_range,
+    paying_ranges,
     predict,
     predict_all,
     report,
@@ -128,15 +128,36 @@ BYTES_ONLY = Cluster(Network(0, 0), Network(0.0, 1.0))
 def test_the_known_ends():
     n = 1 << 20
     found = flat(n, **{"sign": (0,), "int8": (0,), "randomK:0.1": (0,), "sparseTopK:0.0625": (0,)})
-    assert paying_range(found, BYTES_ONLY, "sign") == (2, 64)
-    assert paying_range(found, BYTES_ONLY, "sparseTopK:0.0625") == (2, 27)  # 311,296 B beside 8,388,608 / N
-    assert paying_range(found, BYTES_ONLY, "randomK:0.1") == (2, None)
-    assert paying_range(flat(n, bf16=(1e9,)), BYTES_ONLY, "bf16") is None
+    assert paying_ranges(found, BYTES_ONLY, "sign") == [(2, 64)]
+    assert paying_ranges(found, BYTES_ONLY, "sparseTopK:0.0625") == [
+        (2, 27)
+    ]  # 311,296 B beside 8,388,608 / N
+    assert paying_ranges(found, BYTES_ONLY, "randomK:0.1") == [(2, None)]
+    assert paying_ranges(flat(n, bf16=(1e9,)), BYTES_ONLY, "bf16") == []
 
 
 def test_an_option_may_pay_only_from_some_ranks_on():
     # halving saves (N-1)/N 4n = 400 (N-1)/N seconds, compressing takes 300
-    assert paying_range(flat(100, bf16=(300.0,)), BYTES_ONLY, "bf16") == (5, None)
+    assert paying_ranges(flat(100, bf16=(300.0,)), BYTES_ONLY, "bf16") == [(5, None)]
+
+
+def test_an_option_may_stop_paying_and_pay_again():
+    # at 1 Gbit/s and 1 ms a sum of few bytes takes log2 N steps, where a ring of more bytes takes 2 (N - 1)
+    found = Calibration(
+        0.1,
+        0.0,
+        (BucketShapes(0.1, ((1_000_000,),)),),
+        {"fp32": OptionTimes(0.0), "fp16": OptionTimes(0.03)},
+    )
+    cluster = Cluster(Network(0, 0), Network(1e-3, 8e-9, "smaller"))
+    ranges = paying_ranges(found, cluster, "fp16")
+    for size in range(2, 257):
+        own, plain = (predict(found, cluster, name, size) for name in ("fp16", "fp32"))
+        pays = any(first <= size and (end is None or size < end) for first, end in ranges)
+        assert is_shorter(own, plain) == pays, size
+    assert len(ranges) > 1
+    text = report(found, cluster, [2])
+    assert text.count("; again from ") == len(ranges) - 1
 
 
 def test_an_option_that_is_faster_by_rounding_alone_does_not_pay():
@@ -151,7 +172,7 @@ def test_an_option_that_is_faster_by_rounding_alone_does_not_pay():
     assert not is_shorter(own, plain) and is_shorter(half, plain)
     assert shortest([own, plain]) == shortest([plain, own]) == plain
     assert shortest([own, plain, half]) == half
-    assert paying_range(found, cluster, "hierarchical:fp32") is None
+    assert paying_ranges(found, cluster, "hierarchical:fp32") == []
     tied = report(replace(found, options={name: OptionTimes(0.0) for name in names[:2]}), cluster, [12])
     marked = [line.split()[0] for line in tied.splitlines() if line.endswith("<- shortest")]
     assert "  12 ranks: fp32" in tied and marked == ["fp32"]
@@ -165,12 +186,12 @@ def test_without_compressible_matrices_power_sgd_has_the_hops_of_fp32():
         {"fp32": OptionTimes(0), "powerSGD:4": OptionTimes(0)},
     )
     assert predict(found, PLAIN, "powerSGD:4", 3)[2:] == predict(found, PLAIN, "fp32", 3)[2:]
-    assert paying_range(found, PLAIN, "powerSGD:4") is None
+    assert paying_ranges(found, PLAIN, "powerSGD:4") == []
 
 
 def test_the_ranks_fill_whole_hosts():
     wide = Cluster(Network(0.0, 1.0), Network(0.0, 1.0), 8)  # 8 ranks are one host, where sign would pay, too
-    first, end = paying_range(flat(1 << 20, sign=(0,)), wide, "sign")
+    [(first, end)] = paying_ranges(flat(1 << 20, sign=(0,)), wide, "sign")
     assert first == 16 and end % 8 == 0 and 16 < end < 8 * MOST_HOSTS
 
 

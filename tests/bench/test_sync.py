@@ -24,8 +24,8 @@ from singa_lite.bench import sync, train
 from singa_lite.bench.datasets import data_set_of
 from singa_lite.bench.models import make_model
 from singa_lite.bench.page import COLOURS, HEIGHT, LEFT, WIDTH, page
-from singa_lite.bench.report import rows_of, table, when_reached
-from singa_lite.bench.runs import Provenance, Runs, Settings
+from singa_lite.bench.report import as_json, rows_of, table, when_reached
+from singa_lite.bench.runs import Provenance, Runs, Settings, machine_facts
 from singa_lite.bench.train import split_threshold
 from singa_lite.data import load_mnist
 from singa_lite.data.mnist import IDX_SHA256, to_idx
@@ -343,6 +343,50 @@ def test_after_a_failed_run_only_what_is_missing_runs(digits, tmp_path):
     assert again.returncode == 0, again.stdout + again.stderr
     assert "[1/2] seed 0 fp32" in again.stderr and again.stderr.count("finished before") == 1
     assert len(runs_in(tmp_path)) == 2 and "| fp16 |" in again.stdout
+
+
+def test_a_run_whose_model_was_edited_meanwhile_is_not_kept(digits, tmp_path):
+    (tmp_path / "tiny.py").write_text(
+        TINY + "\nwith open(__file__, 'a') as file:\n    file.write('# edited')\n"
+    )
+    done = run(digits, tmp_path, "--options", "fp32", "--epochs", "1")
+    assert done.returncode == 2 and "has changed while fp32 was trained" in done.stderr, done.stderr
+    assert not runs_in(tmp_path)
+
+
+def test_the_cores_are_those_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert machine_facts()["cores"] == 1
+
+
+def test_a_figure_that_is_no_number_is_null_in_json_and_nan_whatever_the_order():
+    for losses in ([0.5, math.nan], [math.nan, 0.5]):
+        results = [result_of(0.5) | {"loss": loss} for loss in losses]
+        (row,) = rows_of({"fp32": results}, None, False)
+        assert row.loss.text(".1f") == "nan"
+        assert (
+            json.loads(json.dumps(sync._without_nan(as_json([row])), allow_nan=False))[0]["loss"]["mean"]
+            is None
+        )
+
+
+def test_a_threshold_may_stand_before_the_option(digits, tmp_path):
+    done = run(digits, tmp_path, "--options", "threshold=50:fp32,threshold=50:fp16", "--epochs", "1")
+    assert done.returncode == 0 and "| threshold=50:fp16 |" in done.stdout, done.stderr
+
+
+SLOW = """        import time
+        time.sleep(0.05 * (os.environ["SINGA_LITE_RANK"] == "1"))
+        out = self"""
+
+
+def test_the_clock_does_not_stop_before_all_ranks_have_made_their_steps(digits, tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY.replace("        out = self", SLOW))
+    done = run(digits, tmp_path, "--options", "localSGD:100", "--epochs", "2", "--evaluate-every", "2")
+    assert done.returncode == 0, done.stderr
+    result = runs_in(tmp_path)["localSGD:100", 0]["result"]
+    assert result["steps"] == 6 and result["train_s"] > 6 * 0.05
+    assert result["step_ms"] >= 40  # of the first one no more is known than that it was waited for
 
 
 def test_ranks_that_end_early_with_0_are_no_finished_run(digits, tmp_path):

@@ -243,6 +243,15 @@ def test_with_a_sampler_its_state_is_that_of_the_batch_taken_last():
     assert sampler.state_dict() == reference.state_dict() and sampler.epoch == 1
 
 
+def test_a_loader_within_another_one_has_no_position():
+    sampler = ShardedSampler(40, 4, 0, 1, shuffle=False)
+    for number, _ in enumerate(prefetch(prefetch((batch.tolist() for batch in sampler), sampler=sampler))):
+        with pytest.raises(CheckpointError, match="so make items in one"):
+            sampler.state_dict()
+        if number == 2:
+            break
+
+
 def test_the_state_of_a_split_sampler_is_that_of_the_batch_taken_last():
     reference, sampler = SplitSampler(43, 2, 0), SplitSampler(43, 2, 0)
     whole, used = [batch.tolist() for batch in batches(reference, 4)], []
