@@ -215,8 +215,8 @@ def test_gradients_that_were_applied_are_gone_when_the_next_are_computed(
     alive: list[int] = []
     update, visit = opt.SGD._run_update, engine._visit
 
-    def noted(self: Any, kernel: str, groups: Any, attributes: Any) -> None:
-        update(self, kernel, groups, attributes)
+    def noted(self: Any, kernel: str, slots: Any, groups: Any, attributes: Any) -> None:
+        update(self, kernel, slots, groups, attributes)
         applied.extend(weakref.ref(root_of(grad)) for *_, grads in groups for grad in grads)
 
     def counted(*arguments: Any) -> None:

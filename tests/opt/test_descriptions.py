@@ -157,7 +157,7 @@ def changed_list():
     return optimizer
 
 
-class Decays(opt.Optimizer):
+class DecaysByNumber(opt.Optimizer):
     """Has a number by the name of a method of other optimizers, and values that it makes when they are asked for."""
 
     def __init__(self, lr=0.1, decay=0.9):
@@ -175,7 +175,7 @@ class Decays(opt.Optimizer):
 
 
 def test_a_number_may_have_the_name_of_a_method_and_values_may_be_made_late():
-    made, other = Decays(), Decays(decay=0.5)
+    made, other = DecaysByNumber(), DecaysByNumber(decay=0.5)
     assert made.settings()["decay"] == 0.9 and other.settings()["decay"] == 0.5
     assert made.log.size == 2
     assert made_again(made).settings() == made.settings()
