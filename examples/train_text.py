@@ -56,8 +56,13 @@ def parse_arguments():
     )  # fmt: skip
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="with --checkpoint")
     arguments = parser.parse_args()
-    if min(arguments.steps, arguments.batch_size, arguments.length, arguments.save_every) < 1:
-        parser.error("--steps, --batch-size, --length and --save-every must be at least 1")
+    if (
+        min(arguments.steps, arguments.batch_size, arguments.length, arguments.layers, arguments.save_every)
+        < 1
+    ):
+        parser.error("--steps, --batch-size, --length, --layers and --save-every must be at least 1")
+    if arguments.write < 0:
+        parser.error("--write must be at least 0")
     return arguments
 
 

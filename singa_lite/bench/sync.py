@@ -163,23 +163,30 @@ def _run(
     bar = "bar" if sys.stderr.isatty() else ""
     given = (json.dumps(asdict(settings)), str(measured.resolve()), str(data or ""), bar)
     options = LaunchOptions(num_servers=0, link=settings.link, worker_env=variables)
-    code = launch(rank_command("train", *given), settings.ranks, options)
-    if code == 0 and provenance() != runs.provenance:
+    try:
+        code = launch(rank_command("train", *given), settings.ranks, options)
+        if code == 0:
+            _add(settings, runs, measured, provenance())
+        return code
+    finally:
         measured.unlink(missing_ok=True)
+
+
+def _add(settings: Settings, runs: Runs, measured: Path, provenance: Provenance) -> None:
+    """Add a run whose processes have all ended well; ``provenance`` is that of now. Raises OptionError, see _run."""
+    if provenance != runs.provenance:
         raise OptionError(
             f"bench: the file of {settings.model} or the package has changed while {settings.option} was trained, so "
             "nobody knows what was measured; call again"
         )
-    if code == 0:
-        try:
-            runs.add(settings, json.loads(measured.read_bytes()))
-        except (FileNotFoundError, ValueError) as error:
-            raise OptionError(
-                f"bench: all ranks ended with exit code 0, but rank 0 without a result ({error}); the code of "
-                f"{settings.model} must not end the process"
-            ) from error
-    measured.unlink(missing_ok=True)
-    return code
+    try:
+        result = json.loads(measured.read_bytes())
+    except (FileNotFoundError, ValueError) as error:
+        raise OptionError(
+            f"bench: all ranks ended with exit code 0, but rank 0 without a result ({error}); the code of "
+            f"{settings.model} must not end the process"
+        ) from error
+    runs.add(settings, result)
 
 
 def _report(
