@@ -392,6 +392,12 @@ def test_a_part_of_a_recorded_tensor_has_a_gradient(device: Device, training: No
     assert part.clone()[()].shape == part.shape
 
 
+def test_a_beta_of_0_takes_no_nan_of_the_matrix() -> None:
+    m = wrap(np.full_like(A, np.nan))
+    tensor.add_row(2.0, wrap(ROW), 0, m)
+    np.testing.assert_array_equal(to_numpy(m), np.broadcast_to(2 * ROW, A.shape))
+
+
 def test_a_refused_row_leaves_the_matrix_alone() -> None:
     m = wrap(A)
     for vector, error in ((wrap(COLUMN), ShapeError), (from_numpy(ROW), DTypeError), (ROW, DTypeError)):

@@ -102,7 +102,9 @@ class MpiCommunicator(Communicator):
         self._sequence = -1  # number of the call whose messages self._rows holds
         self._queue: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._newest: Work = FinishedWork()
+        # whether the newest transfer has ended; the transfer itself would keep its result alive
+        self._newest_ended = threading.Event()
+        self._newest_ended.set()
         self._spare: Array | None = None
         self._leave_requests: list[Any] = []
         self.error: CommError | None = None  # the first failure; every later call repeats it
@@ -303,14 +305,13 @@ class MpiCommunicator(Communicator):
                     large()
             return Times(posted, all_there, time.perf_counter()), is_asked
 
-        if is_small and self._newest._is_done():
+        if is_small and self._newest_ended.is_set():
             return FinishedWork(*self._guarded(call, lambda: run(self.timeout_s)))
         if self._worker is None:
             self._worker = self._start_worker(call)
         # without a deadline in the worker: wait() has one, and fails the communicator when it passes
-        self._newest = transfer = _Transfer(
-            self, call, lambda: self._guarded(call, lambda: run(float("inf")))
-        )
+        transfer = _Transfer(self, call, lambda: self._guarded(call, lambda: run(float("inf"))))
+        self._newest_ended = transfer.ended
         self._queue.put(transfer)
         return transfer
 
@@ -479,14 +480,14 @@ class MpiCommunicator(Communicator):
 
 
 class _Transfer(Work):
-    """A collective in the worker's queue."""
+    """A collective in the worker's queue; ``ended`` is set once it was carried out or has failed."""
 
     def __init__(self, communicator: MpiCommunicator, call: Call, task: Callable[[], Ended]) -> None:
         self._communicator, self._call = communicator, call
         self._task: Callable[[], Ended] | None = task
         self._known: Times | None = None
         self._is_asked: bool | None = None
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._error: Exception | None = None
 
     def run(self) -> None:
@@ -497,20 +498,20 @@ class _Transfer(Work):
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
         self._task = None  # releases the arrays
-        self._ended.set()
+        self.ended.set()
 
     def _wait(self, timeout_s: float | None) -> None:
         limit = self._communicator.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
-        if not self._ended.wait(min(WARN_SHARE * limit, threading.TIMEOUT_MAX)):
+        if not self.ended.wait(min(WARN_SHARE * limit, threading.TIMEOUT_MAX)):
             self._communicator.warn(self._call, time.monotonic() - start)
-        if not self._ended.wait(min(max(start + limit - time.monotonic(), 0), threading.TIMEOUT_MAX)):
+        if not self.ended.wait(min(max(start + limit - time.monotonic(), 0), threading.TIMEOUT_MAX)):
             raise self._communicator.late(self._call, limit)
         if self._error is not None:
             raise self._error
 
     def _is_done(self) -> bool:
-        return self._ended.is_set()
+        return self.ended.is_set()
 
     def _times(self) -> Times | None:
         return self._known

@@ -9,7 +9,8 @@ thread of the rank can end them. And mpiexec of MPICH takes the exit code of a r
 is 0 after ``os._exit(0)``. It notices by the end of the rank's PMI socket; this process holds that open, so it is first
 to notice, and requests an abort with exit code 1. MPICH's shared-memory files, which a killed job leaves behind, are
 removed here for the same reason: nothing else is left to do it. Where rank_wrapper.py has started the rank, this
-process only tells it that the rank is lost; it knows how the rank ended, and requests the abort.
+process only tells it that the rank is lost, or late and about to be killed; it knows how the rank ended, and requests
+the abort.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ABORT = b"cmd=abort exitcode=1\n"  # PMI's wire protocol, version 1
 SHARED_FILES = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # of MPICH and of Open MPI
 
 
-def watch(rank_pid: int, pipe: int, lost_error: str) -> str | None:
+def watch(rank_pid: int, pipe: int, lost_error: str) -> tuple[str, bool] | None:
     """Read the rank's messages until it has left MPI, has vanished or has missed a deadline.
 
     A message is a line "SECONDS TEXT": the next one comes within so many seconds, or TEXT is the error. An empty TEXT
@@ -43,10 +44,11 @@ def watch(rank_pid: int, pipe: int, lost_error: str) -> str | None:
         lost_error: the error of a rank that vanishes.
 
     Returns:
-        The error for which the job must end, "" if it has been reported; None if the rank has left MPI.
+        The error for which the job must end, "" if it has been reported, and whether the rank is there still and has
+        missed a deadline; None if it has left MPI.
     """
     files: set[str] = set()
-    text, deadline = lost_error, float("inf")
+    text, deadline, is_late = lost_error, float("inf"), True
     while time.monotonic() < deadline:
         is_readable = bool(select.select([pipe], [], [], POLL_S)[0])
         if is_readable or deadline < float("inf"):
@@ -58,12 +60,12 @@ def watch(rank_pid: int, pipe: int, lost_error: str) -> str | None:
             seconds, _, text = lines[-1].partition(" ")
             deadline = time.monotonic() + float(seconds)
         elif is_readable or os.getppid() != rank_pid:
-            text = text and lost_error
+            text, is_late = text and lost_error, False
             break
     for path in files:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    return text
+    return text, is_late
 
 
 def shared_files(pid: int) -> set[str]:
@@ -87,14 +89,15 @@ def main() -> None:
         if descriptor > 2 and descriptor not in (pipe, pmi, wrapper):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-    error = watch(rank_pid, pipe, lost_error)
-    if error is None:
+    found = watch(rank_pid, pipe, lost_error)
+    if found is None:
         return
+    error, is_late = found
     if error:
         with contextlib.suppress(OSError):  # a wrapper that has ended reads no more
             os.write(2, f"singa_lite: {error}\n".encode())
     # each is what it was, and not what some program between has opened since
-    if not _write_if(stat.S_ISFIFO, wrapper, b"lost\n"):
+    if not _write_if(stat.S_ISFIFO, wrapper, b"late\n" if is_late else b"lost\n"):
         time.sleep(OUTPUT_S)
         _write_if(stat.S_ISSOCK, pmi, ABORT)
     if os.getppid() == rank_pid:

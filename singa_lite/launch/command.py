@@ -205,6 +205,8 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
     is_alone = options.num_workers + (options.num_servers or 0) == 1
     if _is_descriptor(command[0]) or not (is_file or is_alone):
         parser.error(f"{command[0]!r} is no file that every process can read; write the script to one")
+    if command[0].startswith("-"):  # Python would take it for an option
+        return [os.path.join(os.curdir, command[0]), *command[1:]]
     return command
 
 

@@ -132,12 +132,20 @@ class Script:
             self._selector.register(descriptor, selectors.EVENT_READ, stream)
 
     def wait(self, output: Output) -> int:
-        """Pass output on until the script has ended; return its exit code, negative for a signal."""
+        """Pass output on until the script has ended.
+
+        Returns:
+            Its exit code; negative for a signal, but 1 if its watchdog has killed it as it missed a deadline.
+        """
         while (code := self._process.poll()) is None:
             self._note_stop_signals()  # while who has sent them is there
             self._pump(output, PARENT_S)
         self._note_stop_signals()  # those that have ended the script
         kill_others_of_group()
+        if code == -signal.SIGKILL and select.select([self._lost], [], [], 0)[0]:
+            code = (
+                1 if os.read(self._lost, 100) == b"late\n" else code
+            )  # it is the watchdog that has killed it
         has_time = code >= 0  # a signal ends the job at once
         if has_time and select.select([self._lost], [], [], WATCHDOG_S)[0]:
             # an empty read is the end of the pipe: the watchdog has ended

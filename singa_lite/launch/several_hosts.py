@@ -124,7 +124,7 @@ def launch_host_round(
     try:
         if copy:
             copy.run(sorted(set(hosts)), lambda: bool(signals), patience_s)
-        code, is_asked = 0, False
+        code, is_asked, begun = 0, False, time.monotonic()
         if not signals:
             arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
             with reports_at_sigquit(write_report):
@@ -143,10 +143,11 @@ def launch_host_round(
         write_report(text)
         code = 0 if is_well else 128 + signals[0]
     missing = list(dict.fromkeys(host for rank, host in enumerate(hosts) if rank not in notes.started))
-    error = None
-    if code == LATE_CODE and not signals:
+    error, waited_s = None, patience_s if code == LATE_CODE else int(time.monotonic() - begun)
+    # the second: ranks on other hosts have given it up first
+    if not signals and (code == LATE_CODE or (code != 0 and missing and waited_s >= _timeout_s(options))):
         error = CommError(
-            f"launch: no process has started on {', '.join(missing)} within {patience_s:g} s: the host or its remote "
+            f"launch: no process has started on {', '.join(missing)} within {waited_s:g} s: the host or its remote "
             "shell does not answer; see --timeout-s if it only needs longer"
         )
     elif code == LOST_CODE and not signals and not notes.failed:
@@ -298,7 +299,8 @@ def _in_folder(command: Sequence[str], folder: Path) -> list[str]:
             f"--sync-dst-dir copies the current folder, {folder}, and the script {str(script)!r} is not in it; start "
             "from the script's folder"
         )
-    return [str(script.resolve().relative_to(folder.resolve())), *command[1:]]
+    inside = str(script.resolve().relative_to(folder.resolve()))
+    return [os.path.join(os.curdir, inside), *command[1:]]  # Python would take "-x.py" for an option
 
 
 def write_report(text: str) -> None:

@@ -98,6 +98,8 @@ class Adam(Optimizer):
     """p -= lr * m' / (sqrt(v') + epsilon), with moving means m of g and v of g*g, corrected for their start at zero.
 
     m = beta_1 * m + (1 - beta_1) * g and m' = m / (1 - beta_1**t) at the t-th step; v and v' likewise, with beta_2.
+    As in SINGA t counts the steps of the optimizer: a parameter that joins late, such as that of a layer unfrozen late,
+    begins with larger ones, up to a few times, than by a count for each parameter, as PyTorch has it.
 
     Args:
         lr: learning rate, >= 0.

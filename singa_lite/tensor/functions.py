@@ -485,5 +485,8 @@ def _add_vector(alpha: float, v: Tensor, beta: float, M: Tensor, axis: int) -> T
     check_matrix("add", M)
     check_vector("add", M, v, axis)
     scaled = eltwise_mult(v, alpha)
-    M *= beta
+    if check_number("add", "beta", beta):
+        M *= beta
+    else:  # M may hold NaN where it does not count
+        M.set_value(0)
     return M.add_column(scaled) if axis else M.add_row(scaled)

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from singa_lite import layer, model, opt, tensor
 from singa_lite.comm import mpi
 from singa_lite.comm.combine import combine
 from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES
@@ -70,7 +71,7 @@ def results_of(function, size):
 # what closes the communicator comes last
 IN_ONE_JOB = {
     2: ["all_reduced", "used_after_close"],
-    3: ["all_reduced", "narrowed", "extremes", "exchanged", "many", "grouped", "too_many_groups"],
+    3: ["all_reduced", "narrowed", "extremes", "exchanged", "many", "recorded", "grouped", "too_many_groups"],
 }
 
 # ---- sums --------------------------------------------------------------------------------------------
@@ -193,6 +194,53 @@ def test_many_works_in_flight_small_and_large_end_in_any_order_of_waiting():
     for sums, gathered, all_done in results_of(many, 3):
         assert sums == [3 + 3 * i for i in range(12)]
         assert gathered == [0, 1, 2] and all_done
+
+
+class Wide(model.Model):
+    """Whose gradients are messages of more than SMALL_BYTES, also as int8."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = layer.Linear(3001)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def train_one_batch(self, x, y):
+        loss = self.loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+RECORDED = ["fp32", "int8", "sign", "sparseTopK:0.5", "dgc:0.5"]
+
+
+def recorded(communicator):
+    return {option: steps_of(communicator, option) for option in RECORDED}
+
+
+def steps_of(communicator, option):
+    """Return why the steps of each record run eagerly, and the parameters after four steps."""
+    net = Wide()
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator, dist_option=option))
+    rng = np.random.default_rng(communicator.rank)
+    x = tensor.from_numpy(rng.standard_normal((4, 8)).astype(np.float32))
+    net.compile([x], use_graph=True)
+    for _ in range(4):
+        net(x, tensor.from_numpy(rng.integers(0, 3001, 4).astype(np.int32)))
+    params = {name: tensor.to_numpy(value) for name, value in net.get_params().items()}
+    return [info.break_reason for info in net.graph_info()], params
+
+
+@pytest.mark.parametrize("option", RECORDED)
+def test_steps_are_recorded_whatever_their_messages(option):
+    """A transport that keeps what it has gathered until the next collective would keep arrays of the step alive."""
+    results = [result[option] for result in results_of(recorded, 3)]
+    for reasons, params in results:
+        assert reasons == [None]
+        for name, value in params.items():
+            np.testing.assert_array_equal(value, results[0][1][name])
 
 
 def grouped(communicator):

@@ -369,6 +369,13 @@ def test_a_wrong_command_line_says_what_is_wrong(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_script_whose_name_looks_like_an_option_is_run(tmp_path, monkeypatch):
+    (tmp_path / "-V").write_text("print('ran')")
+    monkeypatch.chdir(tmp_path)
+    result = run_command([sys.executable, "-m", "singa_lite", "run", "-n", "1", "--", "-V"])
+    assert (result.returncode, result.stdout.splitlines()) == (0, ["[0] ran"]), result.stderr
+
+
 TASKS = [*((launcher, *names) for launcher, names in LAUNCHERS.items())]
 
 

@@ -465,6 +465,21 @@ def test_a_host_that_does_not_answer_is_named_after_the_time_out(tmp_path, resta
 
 
 @needs_mpi
+def test_a_host_that_does_not_answer_is_named_if_a_rank_elsewhere_gives_it_up_first(tmp_path):
+    script = write_script(tmp_path, "from singa_lite import opt\nopt.DistOpt(opt.SGD(lr=0.1))")
+    command = command_on_hosts(tmp_path, str(script), options=("--timeout-s", "6", "-s", "0"))
+    agent_without(tmp_path, "sleep 600; exit 0")
+    result = run_in(tmp_path, command)
+    assert result.returncode == 1
+    assert "not every rank of the MPI job started MPI within 6 s" in result.stderr
+    assert "singa-lite run: worker 0 on d1 failed (exit code 1)" in result.stderr  # its watchdog's SIGKILL
+    assert re.search(r"launch: no process has started on d2 within \d+ s: the host", result.stderr), (
+        result.stderr
+    )
+    assert_nothing_left(tmp_path)
+
+
+@needs_mpi
 def test_a_host_that_cannot_be_reached_is_named_beside_what_mpiexec_says(tmp_path):
     command = command_on_hosts(tmp_path, str(write_script(tmp_path, "import time\ntime.sleep(600)")))
     agent_without(tmp_path, "echo no route >&2; exit 255")
