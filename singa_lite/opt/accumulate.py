@@ -32,18 +32,12 @@ CALLS, BATCHES, SUM = f"{PREFIX}calls", f"{PREFIX}batches", f"{PREFIX}sum/"
 
 
 class GradientSums:
-    """Sums of gradients over ``num_batches`` calls, see Note [sums].
-
-    Sums are float32 or wider, whatever the gradient.
-
-    Args:
-        num_batches: calls an update, >= 1; with 1 gradients pass as they are.
-    """
+    """Sums of gradients over ``num_batches`` calls, in float32 or wider; with 1 they pass as they are. Note [sums]."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
         self._calls = 0  # since this was made, or the number in the sum that was loaded
-        self._sums: dict[Tensor, Array] = {}
+        self._sums: dict[tuple[Tensor, int], Array] = {}  # by parameter and level, which is 0 here
         self._pending: dict[Tensor, None] = {}  # parameters of the unfinished sum, in the order they came
         self._at_start = frozenset[int]()  # see ``guard``
         self._factors: dict[tuple[Device, str], Array] = {}  # 1 / num_batches
@@ -77,8 +71,6 @@ class GradientSums:
         """Return the ids of the parameters that have a sum, whose order is another one where states were loaded."""
         return frozenset(map(id, self._pending))
 
-    # ---- one call ----------------------------------------------------------------------------------------
-
     def add(self, gradients: Gradients) -> None:
         """Add the gradients of a call that makes no update: all of them, or none if one raises."""
         by_kind: dict[tuple[Device, str], tuple[list[Array], list[Array]]] = {}
@@ -108,7 +100,7 @@ class GradientSums:
         for param in params:
             if param not in rest:
                 continue
-            backend, total = param.device.backend, self._sums[param]
+            backend, total = param.device.backend, self._sums[param, 0]
             grad = Tensor.wrap(backend.empty(param.shape, param.dtype), param.device)
             scaled = grad.array if total.dtype == param.dtype else backend.empty(param.shape, total.dtype)
             backend.run("mul", total, self._factor(param.device, total.dtype), out=scaled)
@@ -121,7 +113,7 @@ class GradientSums:
         backend = param.device.backend
         run, wide = backend.run, backend.astype(grad.array, accumulation_dtype(param.dtype))
         if has_sum:
-            run("add", wide, self._sums[param], out=wide)
+            run("add", wide, self._sums[param, 0], out=wide)
         run("mul", wide, self._factor(param.device, wide.dtype), out=wide)
         if wide is not grad.array:
             run("cast", wide, out=grad.array)
@@ -131,7 +123,7 @@ class GradientSums:
         """End a call whose update is made: sums are zeros again."""
         if self.num_batches == 1:
             return
-        for param, total in self._sums.items():
+        for (param, _), total in self._sums.items():
             if param in self._pending:
                 param.device.backend.run("fill", out=total, value=0.0)
         bookkeep(self._clear)
@@ -144,13 +136,14 @@ class GradientSums:
         self._calls += 1
         self._pending.clear()
 
-    # ---- arrays ------------------------------------------------------------------------------------------
-
-    def _sum_of(self, param: Tensor) -> Array:
-        if param not in self._sums:
+    def _sum_of(self, param: Tensor, level: int = 0) -> Array:
+        if (param, level) not in self._sums:
             with unrecorded():
-                self._sums[param] = param.device.backend.zeros(param.shape, accumulation_dtype(param.dtype))
-        return self._sums[param]
+                self._sums[param, level] = param.device.backend.zeros(param.shape, self._dtype_of(param))
+        return self._sums[param, level]
+
+    def _dtype_of(self, param: Tensor) -> np.dtype[Any]:
+        return accumulation_dtype(param.dtype)
 
     def _factor(self, device: Device, dtype: np.dtype[Any]) -> Array:
         key = device, dtype.char
@@ -160,33 +153,37 @@ class GradientSums:
                 device.backend.run("fill", out=self._factors[key], value=1.0 / self.num_batches)
         return self._factors[key]
 
-    # ---- checkpoints -------------------------------------------------------------------------------------
-
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, np.ndarray]:
         """Return the unfinished sum of this rank, nothing if there is none; parameters are called by ``names``."""
         if not self.num_calls:
             return {}
         sums = {
-            SUM + names[param]: param.device.backend.to_numpy(self._sums[param]) for param in self._pending
+            key: param.device.backend.to_numpy(self._sums[param, level])
+            for key, (param, level) in self._keys(names).items()
+            if self._is_pending(param, level)
         }
         return {CALLS: np.array(self.num_calls), BATCHES: np.array(self.num_batches), **sums}
+
+    def _keys(self, names: Mapping[Tensor, str]) -> dict[str, tuple[Tensor, int]]:
+        """Return the parameter and level of every sum that a checkpoint may have, by its key."""
+        return {SUM + name: (param, 0) for param, name in names.items()}
+
+    def _is_pending(self, param: Tensor, level: int) -> bool:
+        """Return whether the unfinished sum has an array of ``param`` at ``level``."""
+        return param in self._pending
 
     def check_states(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
         """Raise CheckpointError unless ``load_state_dict`` can go on from ``states``."""
         if not states:
             return
         self._check_counts(states)
-        known = self._known_states(names)
+        known = {key: (param.shape, self._dtype_of(param)) for key, (param, _) in self._keys(names).items()}
         for key, values in states.items():
             if key not in (CALLS, BATCHES) and known.get(key) != (values.shape, values.dtype):
                 raise CheckpointError(
                     f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model, or "
                     "its sum had another order= when it was saved"
                 )
-
-    def _known_states(self, names: Mapping[Tensor, str]) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the shape and dtype of each array that ``state_dict`` may have for parameters with ``names``."""
-        return {SUM + name: (param.shape, accumulation_dtype(param.dtype)) for param, name in names.items()}
 
     def _check_counts(self, states: Mapping[str, np.ndarray]) -> None:
         found = [states.get(name, np.array(0)) for name in (BATCHES, CALLS)]
@@ -202,13 +199,11 @@ class GradientSums:
 
     def load_state_dict(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
         """Continue from ``state_dict``, which ``check_states`` has seen; without states a sum begins."""
-        params = {SUM + name: param for param, name in names.items()}
-        for param, total in self._sums.items():
+        for (param, _), total in self._sums.items():
             param.device.backend.run("fill", out=total, value=0.0)
         self._calls, self._pending = int(states.get(CALLS, 0)), {}
-        for key, values in states.items():
-            if key in params:
-                param = params[key]
+        for key, (param, level) in self._keys(names).items():
+            if key in states:
                 backend = param.device.backend
-                backend.run("copy", backend.asarray(values), out=self._sum_of(param))
+                backend.run("copy", backend.asarray(states[key]), out=self._sum_of(param, level))
                 self._pending[param] = None

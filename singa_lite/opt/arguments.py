@@ -68,8 +68,8 @@ def _find(base: type[Made], name: object) -> type[Made]:
     if len(found) > 1:
         paths = " and ".join(".".join(path) for path in found)
         raise OptionError(f"create: {len(found)} classes are called {name}: {paths}; rename one")
-    for kind in found.values():
-        return kind
+    if found:
+        return found.popitem()[1]
     known = ", ".join(sorted({kind.__name__ for kind in kinds if not kind.__name__.startswith("_")}))
     raise OptionError(
         f"create: no {base.__name__} is called {name!r}; known are {known}; define a class of your own before this "

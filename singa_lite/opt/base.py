@@ -29,14 +29,7 @@ from ..tensor.core import check_tensor, set_grads_fresh
 from ..tensor.pytree import leaves
 from ..users_line import warn
 from .arguments import comparable, description_of, make
-from .checks import (
-    as_pairs,
-    check_arrays,
-    check_not_wrapped,
-    check_pair,
-    check_steps,
-    unique_names,
-)
+from .checks import as_pairs, check_arrays, check_not_wrapped, check_pair, check_steps, unique_names
 from .overrides import (
     ON_HOST,
     UNRECORDABLE,
@@ -46,7 +39,7 @@ from .overrides import (
     unrecordable,
     updates_in,
 )
-from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described
+from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described_entries
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 # parameters and the arrays of their gradients, all of one dtype
@@ -255,11 +248,9 @@ class Optimizer:
         """Update by what was set or written last, ``update_all`` or ``apply``."""
         self._guard_methods()
         is_own = "update_all" in next(filter(None, map(updates_in, (self, *type(self).__mro__))))
+        update = self.update_all if is_own else partial(Optimizer.update_all, self)
         with autograd.autocast(enabled=False):
-            if is_own:
-                self.update_all(pairs)
-            else:
-                Optimizer.update_all(self, pairs)
+            update(pairs)
 
     def _guard_methods(self) -> None:
         """Guard the names of slots; break the graph for functions that are set as attributes instead of methods."""
@@ -328,17 +319,14 @@ class Optimizer:
                 is_first = False
 
     def _grouped(self, pairs: Pairs) -> list[UpdateGroup]:
-        """Return parameters and the arrays of their gradients by device and dtype."""
         groups: dict[tuple[Device, str], UpdateGroup] = {}
         for param, grad in as_pairs(type(self).__name__, pairs):
             check_pair(type(self).__name__, param, grad)
             if self._parameters and param not in self._names:
                 self._unnamed = param.shape
-            key = param.device, param.dtype.char
-            if key not in groups:
-                groups[key] = param.device, [], []
-            groups[key][1].append(param)
-            groups[key][2].append(grad.array)
+            _, params, grads = groups.setdefault((param.device, param.dtype.char), (param.device, [], []))
+            params.append(param)
+            grads.append(grad.array)
         return list(groups.values())
 
     def _run_update(
@@ -465,19 +453,17 @@ class Optimizer:
             name: getattr(function, "__qualname__", type(function).__name__)
             for name, function in replaced_methods(self).items()
         }
-        return {"class": type(self).__name__, **self._described(self._step_counter), **functions}
+        return {"class": type(self).__name__, **self._described(), **functions}
 
     def __repr__(self) -> str:
         """Return class and numbers, like "SGD(lr=0.1, momentum=0.9, ...)"."""
-        names = (name for name in self._described(self._step_counter) if not name.startswith("_"))
+        names = (name for name in self._described() if not name.startswith("_"))
         return f"{type(self).__name__}({', '.join(f'{name}={vars(self)[name]!r}' for name in names)})"
 
-    def _described(self, step: int) -> dict[str, Any]:
+    def _described(self) -> dict[str, Any]:
         """Return the attributes that are numbers, text or schedules, as JSON values."""
-        found = {
-            name: described(value, step) for name, value in vars(self).items() if name not in OWN_ATTRIBUTES
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        attributes = {name: value for name, value in vars(self).items() if name not in OWN_ATTRIBUTES}
+        return described_entries(attributes, self._step_counter)
 
     def states_loaded(self) -> None:
         """Called when the values of parameters or of this optimizer's state were replaced by saved ones."""
@@ -486,9 +472,9 @@ class Optimizer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         """Return a copy with its own state for the same parameters, or for copies that are made in the same call."""
+        reduced: Any = self.__reduce_ex__(4)  # as copy.deepcopy does it
         if not memo:  # by itself, and not in a model, whose parameters are copied too
             memo.update((id(param), param) for param in (*self._slots, *self._parameters))
-        reduced: Any = self.__reduce_ex__(4)  # as copy.deepcopy does it
         make, arguments, state, *_ = reduced
         new: Optimizer = make(*copy.deepcopy(arguments, memo))
         memo[id(self)] = new

@@ -53,7 +53,6 @@ class Consistency:
     """Compares the ranks; every method gets the DistOpt as ``dist``, to which it keeps no reference.
 
     Args:
-        communicator: of the ranks.
         sums: whose unfinished sum has equally many calls on all ranks.
         check_every: steps between comparisons of parameters and optimizer states; None for none.
 
@@ -102,8 +101,6 @@ class Consistency:
     def called(self, params: Mapping[str, Tensor]) -> None:
         """Take over names of parameters, equal on all ranks, before the first call has seen them."""
         self._called |= {param: name for name, param in params.items() if param not in self.names}
-
-    # ---- parameters --------------------------------------------------------------------------------------
 
     def prepare(self, dist: Compared, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Compare the parameters and buffers of a Model, and the optimizers, and copy rank 0's values to all.
@@ -167,8 +164,6 @@ class Consistency:
             self._communicator.all_reduce(arrays, "mean", name=name).wait()
         self.may_differ = False
 
-    # ---- options and states ------------------------------------------------------------------------------
-
     def compare_options(
         self, dist: Compared, name: str, scheme: Scheme, read: StepOptions, given: dict[str, Option]
     ) -> None:
@@ -204,9 +199,7 @@ class Consistency:
     def _compare_states(self, dist: Compared, scheme: Scheme | None, cut_short: Scheme | None) -> None:
         """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
 
-        Args:
-            scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
-            cut_short: the scheme whose update an exception ended, else None.
+        ``scheme`` is None for a step by hand; ``cut_short`` is that of an update that an exception ended, else None.
         """
         is_restored, self._is_loaded = self._is_loaded, False
         what = "their optimizers" + ("" if cut_short is None else ", as an exception ended a step")

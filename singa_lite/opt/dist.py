@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistOpt: any optimizer, on N ranks.
+"""DistOpt: any optimizer, on N ranks, as ``DistOpt(opt, dist_option="fp16")(loss)``.
 
-With step_options.py and consistency.py the one place that uses both compute and exchange.
-
-``DistOpt(opt, dist_option="fp16")(loss)`` is the whole of it; SINGA's names for the same are in singa.py. How gradients
-are sent is written in sync/, what sends them in comm/.
+SINGA's names for the same are in singa.py. How gradients are sent is written in sync/, what sends them in comm/.
 """
 
 from __future__ import annotations
@@ -148,14 +145,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         check_messages(buffSize, bucket_bytes, threshold, timeout_s)
         accumulate, microbatches = check_updates(accumulate, microbatches, order)
         clip_norm = check_values(clip_norm, check_finite, check_every)
-        if spars is not None:
-            check_spars(spars)
         self._opt = opt if opt is not None else SGD()
         _check_opt(self._opt)
         self._order, self._clip_norm = order, clip_norm
         self.places_streams = order == "fixed"
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
-        self._spars = SPARS if spars is None else spars
+        self.spars = SPARS if spars is None else spars
         self.dist_option = dist_option
         self._step_options = StepOptions(options, clip_norm)
         self._step_options.check(self, spars)
@@ -242,9 +237,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     @opt.setter
     def opt(self, opt: Optimizer) -> None:
         _check_opt(opt)
-        before = vars(self).get("_opt", opt)
-        if opt is not before:
-            if names := before._names:
+        if opt is not self._opt:
+            if names := self._opt._names:
                 opt.prepare({name: param for param, name in names.items()}, {})
             self._ranks.optimizer_set()
         self._opt = opt
@@ -346,7 +340,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._begin_microbatch()
 
     def _end_update(self) -> None:
-        """Note that the update is made and counted."""
         self._ranks.updating = None
 
     def _drop_update(self) -> None:
@@ -424,13 +417,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             self._check_added(added)
         guard(
             (self, "attributes"),
-            lambda: (
-                id(self._opt),
-                self.dist_option,
-                self.threshold,
-                self.bucket_bytes,
-                tuple(vars(self)),
-            ),
+            lambda: (id(self._opt), self.dist_option, self.threshold, self.bucket_bytes, tuple(vars(self))),
         )
 
     def _check_added(self, names: Set[str]) -> None:
@@ -471,7 +458,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             compare(self.communicator, "their random seeds", self.random_seeds(), cure)
 
     def _register(self, params: list[Tensor]) -> None:
-        """Take over parameters of no Model."""
         if self._order == "fixed":
             raise GraphError(
                 f"DistOpt: order='fixed' has not seen {params[0].name!r}; call prepare(params, buffers) with all of "
@@ -540,7 +526,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             host(self._ranks.compare_if_due, self, scheme)
 
     def _end_step(self) -> None:
-        """End a step that was made by hand."""
         self._ranks.steps_by_hand = None
         self._stop.end_step(self._opt._step_counter)
 
@@ -594,10 +579,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             "(.opt), or a Model without one (model.optimizer = None)"
         )
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raise OptionError, as ``__reduce_ex__`` does."""
-        self.__reduce_ex__(None)
-
     def __repr__(self) -> str:
         """Return the wrapped optimizer, how gradients travel, and how many ranks there are."""
         given = dict(self._step_options.options)
@@ -612,22 +593,22 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     def update_all(self, pairs: Pairs) -> None:
         """Update by gradients that are means already."""
         pairs = as_pairs("DistOpt", pairs)
-        self._check_by_hand()
-        self._schemes.check_velocity(None)
-        self._guard_attributes()
-        self._ranks.updated_by_hand(self, [param for param, _ in pairs])
+        self._begin_by_hand([param for param, _ in pairs])
         self._opt.update_pairs(pairs)
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """Update by a gradient that is a sum over the ranks: it is divided by world_size, in place."""
         [(param, grad)] = as_pairs("DistOpt", [(param, grad)])
         check_pair("DistOpt", param, grad)
+        self._begin_by_hand([param])
+        grad /= self.world_size
+        self._opt.update(param, grad)
+
+    def _begin_by_hand(self, params: list[Tensor]) -> None:
         self._check_by_hand()
         self._schemes.check_velocity(None)
         self._guard_attributes()
-        self._ranks.updated_by_hand(self, [param])
-        grad /= self.world_size
-        self._opt.update(param, grad)
+        self._ranks.updated_by_hand(self, params)
 
     def _check_by_hand(self) -> None:
         """Raise OptionError where an option promises what updates by hand do not do."""

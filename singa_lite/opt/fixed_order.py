@@ -11,18 +11,18 @@ placed when the call before ends, and again when a step of a Model begins: somet
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..device import Device, get_num_threads
 from ..errors import CheckpointError, OptionError
-from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
+from ..graph.recorder import bookkeep, guard_ahead, steps_since_start
 from ..tensor import Tensor
 from ..tensor.checks import as_dtype
 from ..users_line import warn
-from .accumulate import BATCHES, CALLS, PREFIX, Array, Gradients, GradientSums
+from .accumulate import PREFIX, Gradients, GradientSums
 
 LEVEL = f"{PREFIX}level/"
 NEEDS = "DistOpt: order='fixed' needs a gradient of every parameter in each microbatch"
@@ -43,15 +43,12 @@ class FixedOrderSums(GradientSums):
     def __init__(self, num_batches: int, wire_dtype: str | None) -> None:
         super().__init__(num_batches)
         self._wire_dtype = wire_dtype
-        self._levels: dict[tuple[Tensor, int], Array] = {}
 
     def guard(self) -> None:
         """Guard, at the start of a call, which one of the sum it is."""
         if self.num_batches > 1:
-            guard_ahead(self, steps_since_start(self, self._calls), self._number_ahead)
-
-    def _number_ahead(self, ahead: int) -> Hashable:
-        return (self._calls + ahead) % self.num_batches
+            ahead = steps_since_start(self, self._calls)
+            guard_ahead(self, ahead, lambda others: (self._calls + others) % self.num_batches)
 
     def add(self, gradients: Gradients) -> None:
         """Add the gradients of a call that makes no update."""
@@ -59,7 +56,7 @@ class FixedOrderSums(GradientSums):
         self._check_same(dict(pairs))
         for param, grad in pairs:
             level = self._carry(param, grad, number)
-            param.device.backend.run("copy", grad.array, out=self._level(param, level))
+            param.device.backend.run("copy", grad.array, out=self._sum_of(param, level))
         bookkeep(self._count, [param for param, _ in pairs])
 
     def means(self, gradients: Gradients, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -87,7 +84,7 @@ class FixedOrderSums(GradientSums):
         level, run = 0, param.device.backend.run
         self._rounded(grad)
         while number >> level & 1:
-            run("add", self._level(param, level), grad.array, out=grad.array)
+            run("add", self._sum_of(param, level), grad.array, out=grad.array)
             self._rounded(grad)
             level += 1
         return level
@@ -97,11 +94,8 @@ class FixedOrderSums(GradientSums):
             backend = grad.device.backend
             backend.run("cast", backend.astype(grad.array, as_dtype(self._wire_dtype)), out=grad.array)
 
-    def _level(self, param: Tensor, level: int) -> Array:
-        if (param, level) not in self._levels:
-            with unrecorded():
-                self._levels[param, level] = param.device.backend.zeros(param.shape, param.dtype)
-        return self._levels[param, level]
+    def _dtype_of(self, param: Tensor) -> np.dtype[Any]:
+        return param.dtype
 
     def _check_known(self, param: Tensor) -> None:
         if param not in self._pending:
@@ -116,33 +110,15 @@ class FixedOrderSums(GradientSums):
             if param not in params:
                 raise OptionError(f"{NEEDS}; {param.name!r} has none in this one")
 
-    # ---- checkpoints -------------------------------------------------------------------------------------
-
-    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, np.ndarray]:
-        if not self.num_calls:
-            return {}
-        states = {CALLS: np.array(self.num_calls), BATCHES: np.array(self.num_batches)}
-        for (param, level), array in self._levels.items():
-            if self.num_calls >> level & 1:
-                states[f"{LEVEL}{level}/{names[param]}"] = param.device.backend.to_numpy(array)
-        return states
-
-    def _known_states(self, names: Mapping[Tensor, str]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def _keys(self, names: Mapping[Tensor, str]) -> dict[str, tuple[Tensor, int]]:
         return {
-            f"{LEVEL}{level}/{name}": (param.shape, param.dtype)
+            f"{LEVEL}{level}/{name}": (param, level)
             for param, name in names.items()
             for level in range(self.num_batches.bit_length())
         }
 
-    def load_state_dict(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
-        params = {name: param for param, name in names.items()}
-        self._calls, self._pending = int(states.get(CALLS, 0)), {}
-        for key, values in states.items():
-            if key.startswith(LEVEL):
-                level, _, name = key.removeprefix(LEVEL).partition("/")
-                backend = params[name].device.backend
-                backend.run("copy", backend.asarray(values), out=self._level(params[name], int(level)))
-                self._pending[params[name]] = None
+    def _is_pending(self, param: Tensor, level: int) -> bool:
+        return (param, level) in self._sums and bool(self.num_calls >> level & 1)
 
 
 def threads_of(params: Iterable[Tensor]) -> int | None:
@@ -156,9 +132,7 @@ def threads_of(params: Iterable[Tensor]) -> int | None:
 def check_threads(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError if a job of order="fixed" goes on with another number of threads, so with other bits.
 
-    Args:
-        saved, mine: ``DistOpt.settings()`` when the job was saved, and now.
-        where: the start of the error.
+    ``saved`` and ``mine`` are ``DistOpt.settings()`` when the job was saved, and now.
     """
     if saved.get("order") != "fixed" or mine.get("order") != "fixed":
         return
@@ -178,12 +152,7 @@ def check_threads(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str)
 def begin_microbatch(devices: Iterator[Device], seeds: dict[Device, int], number: int) -> None:
     """Go on with each device's random stream where microbatch ``number`` begins, see Note [streams of microbatches].
 
-    Args:
-        seeds: of the devices, which are added at their first time.
-        number: counted over all updates.
-
-    Raises:
-        OptionError: a device has got another seed since.
+    Devices are added to ``seeds`` at their first time. OptionError: one has got another seed since.
     """
     for device in devices:
         seed, _ = device.get_random_state()

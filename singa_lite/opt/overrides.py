@@ -52,14 +52,14 @@ def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run_in_float32(arguments: list[Any], options: dict[str, Any]) -> Any:
-        gradients = LentGradients()
+        lent: list[tuple[Tensor, Tensor]] = []
         try:
-            arguments, options = gradients.lend((arguments, options))
+            arguments, options = _lend((arguments, options), lent)
             with autograd.autocast(enabled=False):
                 return method(*arguments, **options)
         finally:
             del arguments, options
-            gradients.take_back()
+            _take_back(lent)
 
     @wraps(method)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -69,49 +69,38 @@ def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class LentGradients:
-    """Tensors on the arrays of gradients for one call, which may keep or change them.
+def _lend(arguments: tuple[list[Any], dict[str, Any]], lent: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return a pytree like ``arguments`` with other Tensors on the arrays of gradients; add both to ``lent``.
 
-    The next step writes these arrays again, and a replay passes the same objects each time.
+    A call may keep or change these Tensors: the next step writes the arrays again, and a replay passes the same
+    objects each time. A Tensor is a gradient unless it stores one, or the optimizer, the first argument, knows it as a
+    parameter, as in a key-value store.
     """
+    found = leaves(arguments)
+    known = getattr(next(iter(arguments[0]), None), "_slots", {})
+    are_params = [tensor.stores_grad or tensor in known for tensor in found]
+    if any(are_params):  # else nothing tells which they are
+        for number, gradient in enumerate(found):
+            if not are_params[number]:
+                found[number] = Tensor.wrap(gradient.array, gradient.device)
+                vars(found[number]).update(vars(gradient))
+                lent.append((gradient, found[number]))
+    return rebuild(arguments, iter(found))
 
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # each gradient, and the Tensor that stands for it
 
-    def lend(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
-        """Return a pytree like ``arguments`` with another Tensor for each that is no parameter.
-
-        A parameter stores its gradient, or the optimizer, the first argument, knows it, as in a key-value store.
-        """
-        found = leaves(arguments)
-        known = getattr(next(iter(arguments[0]), None), "_slots", {})
-        are_params = [tensor.stores_grad or tensor in known for tensor in found]
-        if not any(are_params):  # which are they?
-            return rebuild(arguments, iter(found))
-        given = [
-            each if is_param else self._lend(each) for each, is_param in zip(found, are_params, strict=True)
-        ]
-        return rebuild(arguments, iter(given))
-
-    def _lend(self, gradient: Tensor) -> Tensor:
-        stand_in = Tensor.wrap(gradient.array, gradient.device)
-        vars(stand_in).update(vars(gradient))
-        self._pairs.append((gradient, stand_in))
-        return stand_in
-
-    def take_back(self) -> None:
-        """Give gradients what the call has set of them, and Tensors that it keeps memory of their own."""
-        while self._pairs:
-            gradient, stand_in = self._pairs.pop()
-            array = stand_in.array
-            is_replaced = array is not gradient.array
-            if is_replaced:
-                _replace(gradient, array)
-            vars(gradient).update(vars(stand_in) | {"array": gradient.array})
-            watch = weakref.ref(stand_in)
-            del stand_in
-            if (kept := watch()) is not None and not is_replaced:
-                kept.array = kept.clone().array
+def _take_back(lent: list[tuple[Tensor, Tensor]]) -> None:
+    """Give gradients what the call has set of them, and Tensors that it keeps memory of their own."""
+    while lent:
+        gradient, stand_in = lent.pop()
+        array = stand_in.array
+        is_replaced = array is not gradient.array
+        if is_replaced:
+            _replace(gradient, array)
+        vars(gradient).update(vars(stand_in) | {"array": gradient.array})
+        watch = weakref.ref(stand_in)
+        del stand_in
+        if (kept := watch()) is not None and not is_replaced:
+            kept.array = kept.clone().array
 
 
 def _replace(gradient: Tensor, array: Any) -> None:

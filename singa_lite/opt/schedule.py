@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -57,14 +58,12 @@ class DecayScheduler(ABC):
         The values are computed by a copy, so that a schedule that counts its calls goes on as before; there are none
         where it cannot be copied or has no value.
         """
-        numbers = {name: described(value, step) for name, value in vars(self).items()}
-        found = {name: value for name, value in numbers.items() if value is not None}
         try:
             clone = copy.deepcopy(self)
             values = {str(at): repr(float(clone.call(at))) for at in (step, *STEPS_TO_COMPARE)}
         except Exception as error:  # whatever the caller's schedule raises at a step that may never come
             values = {"none": type(error).__name__}
-        return {"class": type(self).__name__, **found, "values": values}
+        return {"class": type(self).__name__, **described_entries(vars(self), step), "values": values}
 
     @abstractmethod
     def call(self, step: int) -> float:
@@ -128,13 +127,15 @@ def described(value: object, step: int) -> Any:
         items = [described(item, step) for item in plain]
         return None if None in items else items
     if isinstance(plain, dict):
-        entries = {key: described(item, step) for key, item in plain.items()}
-        return (
-            entries
-            if all(isinstance(key, str) and item is not None for key, item in entries.items())
-            else None
-        )
+        entries = described_entries(plain, step)
+        return entries if len(entries) == len(plain) and all(isinstance(key, str) for key in plain) else None
     return plain if isinstance(plain, (bool, int, float, str)) else None
+
+
+def described_entries(values: Mapping[str, object], step: int) -> dict[str, Any]:
+    """Return what ``described`` gives of each value, by name; without those of which it gives None."""
+    found = {name: described(value, step) for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def as_number(value: object) -> float:

@@ -117,11 +117,10 @@ class SGD(Optimizer):
         With nesterov p -= lr * (g + weight_decay * p + momentum * w). So weight decay has its momentum, and what the
         slot held before goes on.
         """
-        lr, decay = self.number("lr"), self.number("weight_decay")
         if not self._sums():
-            self.run_update("sgd_update", pairs, slots=(), lr=lr, weight_decay=decay)
+            SGD.update_all(self, pairs)  # without momentum they are one
             return
         guard((self, "nesterov"), lambda: self.nesterov)
         kernel = "nesterov_velocity_update" if self.nesterov else "velocity_update"
-        momentum = self.number("momentum")
+        lr, momentum, decay = map(self.number, ("lr", "momentum", "weight_decay"))
         self.run_update(kernel, pairs, slots=("momentum",), lr=lr, momentum=momentum, decay=decay)

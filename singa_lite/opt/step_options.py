@@ -32,9 +32,7 @@ class CallDefaults(OptimizerView, Protocol):
 class StepOptions:
     """Reads the options of a DistOpt's steps; every method gets that as ``dist``, to which it keeps no reference.
 
-    Args:
-        options: the constructor's, by name.
-        clip_norm: the constructor's; a scheme with an option ``clip`` gets it there.
+    ``options`` and ``clip_norm`` are the constructor's; a scheme with an option ``clip`` gets ``clip_norm`` there.
     """
 
     def __init__(self, options: dict[str, Option], clip_norm: float | None) -> None:
@@ -141,8 +139,7 @@ def _join_options(of_text: Mapping[str, Option], by_name: Mapping[str, Option]) 
 
 def _check_options(scheme: str, types: Mapping[str, Any], given: Mapping[str, Option]) -> None:
     """Raise OptionError unless ``types`` has the name and type of each option; a DecayScheduler is a number."""
-    unknown = sorted(set(given) - set(types))
-    if unknown:
+    if unknown := sorted(set(given) - set(types)):
         have = f"its options are {', '.join(types)}" if types else "it has no options"
         raise OptionError(f"DistOpt: {scheme} has no option {', '.join(unknown)}; {have}")
     for name, value in given.items():

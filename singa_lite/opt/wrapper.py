@@ -13,11 +13,7 @@ from .schedule import DecayScheduler
 
 
 class OptimizerWrapper(Optimizer, ABC):
-    """Passes schedules, steps, slots and descriptions on; what updates, a subclass writes.
-
-    Attributes:
-        opt: the optimizer that is wrapped.
-    """
+    """Passes schedules, steps, slots and descriptions on to ``opt``; what updates, a subclass writes."""
 
     is_recordable = True
     opt: Optimizer

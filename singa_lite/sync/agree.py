@@ -23,20 +23,17 @@ def compare(communicator: Communicator, what: str, mine: Mapping[str, Json], cur
     """Raise a CommError that names the first entry in which a rank differs from rank 0.
 
     Args:
-        what: what is compared, for the error.
+        what: the entries as a whole, for the error, as is ``cure``.
         mine: this rank's entries, JSON values by name.
-        cure: what to do about a difference.
     """
-    everyone = communicator.all_gather_object(mine, name=what)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        first = everyone[0]
-        name = first_difference(first, theirs)
-        raise CommError(
-            f"DistOpt, rank {communicator.rank}: the ranks differ in {what}: {name} is {_text(first, name)} on rank 0 "
-            f"but {_text(theirs, name)} on rank {rank}; {cure}"
-        )
+    first, *others = communicator.all_gather_object(mine, name=what)
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            name = first_difference(first, theirs)
+            raise CommError(
+                f"DistOpt, rank {communicator.rank}: the ranks differ in {what}: {name} is {_text(first, name)} on "
+                f"rank 0 but {_text(theirs, name)} on rank {rank}; {cure}"
+            )
 
 
 def first_difference(one: Mapping[str, Json], other: Mapping[str, Json]) -> str:
@@ -77,10 +74,7 @@ def compare_progress(
 ) -> None:
     """Compare the number of steps made, ``optimizer`` and, unless None, the bits of ``values``, as 8 bytes in all.
 
-    Where these differ, the first array that does is named.
-
-    Args:
-        what: a name for the comparison of the first two, for the error.
+    Where these differ, the error names the first array that does; ``what`` is its name for the others.
     """
     cure = (
         "change parameters, states and numbers of the optimizer on all ranks alike, and load the same checkpoint on "
@@ -114,7 +108,6 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _digest(content: bytes) -> str:
-    """Return a hash of 8 bytes."""
     import hashlib  # Note [imports]
 
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -30,12 +30,7 @@ RawOrTensors = RawOrTensor | Iterable[RawOrTensor]
 
 
 class GivenArray(NamedTuple):
-    """An array that a caller gave.
-
-    Attributes:
-        array: the raw one.
-        tensor: the Tensor around it: the caller's, or a new one.
-    """
+    """An array that a caller gave, and the Tensor around it: the caller's, or a new one."""
 
     array: Any
     tensor: Tensor
@@ -126,13 +121,11 @@ def one_a_rank(
 def change_arrays(
     start: Callable[[list[Any], str], Work], name: str, given: list[GivenArray], inplace: bool
 ) -> None:
-    """Run a collective that changes arrays: one by one, or those of a device and dtype as one message.
+    """Run a collective that changes arrays: one by one ``inplace``, else those of a device and dtype as one message.
 
     Args:
         start: starts it on the arrays to send, under a name that must be equal on all ranks.
         name: of the collective; the lengths of several arrays are added, as messages do not say which arrays they are.
-        given: the arrays.
-        inplace: one by one.
     """
     check_bool(name, "inplace", inplace)
     for backend in {each.backend for each in given}:

@@ -47,12 +47,7 @@ NOT_RECORDABLE = (
 
 
 class MomentumRule(Protocol):
-    """How the optimizer sums gradients up.
-
-    Attributes:
-        momentum: >= 0.
-        is_nesterov: whether the step looks ahead by Nesterov's rule.
-    """
+    """How the optimizer sums gradients up: by ``momentum`` >= 0, and whether it looks ahead by Nesterov's rule."""
 
     @property
     def momentum(self) -> float: ...
@@ -62,7 +57,7 @@ class MomentumRule(Protocol):
 
 
 class OptimizerView(Protocol):
-    """What a scheme sees of DistOpt and of the optimizer that it wraps; ``step`` is the number of steps before one."""
+    """The interface of DistOpt for schemes; ``step`` is the number of steps before one."""
 
     def collective_name(self, name: str) -> str:
         """Return ``name`` with a prefix that identifies this optimizer among several, equal on all ranks."""
@@ -82,16 +77,10 @@ class OptimizerView(Protocol):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a scheme knows of a step; what changes from step to step is for ``scalar`` and ``step_key``, Note [once].
+    """What a scheme knows of a step; what changes from step to step is for ``scalar`` and ``step_key``, Note [once]."""
 
-    Attributes:
-        options: an object of the scheme's ``Options``.
-        step: how many steps the optimizer made before it.
-        optimizer: see ``OptimizerView``.
-    """
-
-    options: Any  # each scheme has a class of its own
-    step: int
+    options: Any  # of the scheme's ``Options``
+    step: int  # how many steps the optimizer made before it
     optimizer: OptimizerView
 
     @property
@@ -128,9 +117,8 @@ class Scheme:
         keeps_velocity: whether the scheme keeps what momentum has still to apply, which no other scheme can go on from.
         counter_kinds: numpy's kinds of dtype that its ``counters`` have: "iu" for whole numbers.
         counter_prefix: what stands before a parameter's name in the name of its counter; "" if it has none.
-        slots: the arrays that the scheme keeps for each parameter, by name (state.py).
+        slots: the arrays that the scheme keeps for each parameter in ``state``, by name (state.py).
         inside, between: what the last step sent within and between hosts, where the scheme distinguishes them.
-        state: these arrays.
         param_counters: the counter of each parameter by its name, for a scheme with a ``counter_prefix``.
         groups: the groups of ranks that its steps exchange in, where it makes some, or None.
         options: the options of the step that runs.
@@ -139,7 +127,6 @@ class Scheme:
         communicator: of the world to agree in.
         threshold: elements; a parameter above it is a group of its own, smaller ones are joined until they exceed it.
         bucket_bytes: bytes per message for schemes without selection; tuning it changes no result but fp16's.
-        optimizer: applies what ``finish`` gives, and knows the names of parameters.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -216,10 +203,7 @@ class Scheme:
     # ---- for schemes -----------------------------------------------------------------------------------
 
     def scalar(self, read: Callable[[StepContext], float]) -> Any:  # Any: a number, or a graph.nodes.Scalar
-        """Return a number of the step for a kernel's attribute, read again at every replay.
-
-        An option that it depends on must be named by ``read_again``.
-        """
+        """Return a number of the step for a kernel's attribute; ``read_again`` names the options that it depends on."""
         now = self._read  # this step's, as a step with other options may come between replays
         return scalar(lambda: read(now()))
 
@@ -250,12 +234,7 @@ class Scheme:
     # ---- one step --------------------------------------------------------------------------------------
 
     def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
-        """Start a step.
-
-        Args:
-            step: what is known of it.
-            read: gives the same, and is called again at every replay of a recorded step. None gives ``step``.
-        """
+        """Start ``step``; ``read`` gives it too, and again at every replay of a recorded one. None gives ``step``."""
         if not self.is_recordable:
             break_graph(NOT_RECORDABLE.format(type(self).__name__))
         self.options = step.options
@@ -322,11 +301,7 @@ class Scheme:
 
 
 def text_of(options: Any, without: tuple[str, ...] = ()) -> str:
-    """Return ``options``, an object of a scheme's ``Options``, as a dist_option has them behind the name.
-
-    Args:
-        without: names of options to leave out.
-    """
+    """Return ``options``, but those ``without``, as a dist_option has them behind the name."""
     each = (field.name for field in fields(options) if field.name not in without)
     return "".join(f":{name}={getattr(options, name)}" for name in each)
 
@@ -337,9 +312,8 @@ def types_of(scheme: type[Scheme]) -> Mapping[str, Any]:
     return _types_of(options)
 
 
-@cache
+@cache  # as this takes longer than reading a text
 def _types_of(options: Any) -> Mapping[str, Any]:
-    """Return the type of each field; found once, as that takes longer than reading a text."""
     return MappingProxyType(get_type_hints(options))
 
 

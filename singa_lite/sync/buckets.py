@@ -28,11 +28,9 @@ class Bucket:
     """Gradients that are sent as one flat array, in yield order.
 
     Attributes:
-        params: the parameters, in yield order.
         key: the names of all parameters, equal on all ranks and in all steps.
         name: of the step's collectives: its options and ``key``, so that ranks with other ones raise.
-        flat: all gradients one after the other, each at a multiple of the alignment of the backend; zeros in
-            between.
+        flat: the gradients of ``params``, each at a multiple of the backend's alignment; zeros in between.
         grads: each parameter with its part of ``flat``, which holds the gradient to apply in the end.
     """
 
@@ -59,8 +57,7 @@ class Bucket:
 class Soon:
     """What an exchange yields to continue as soon as the next bucket is packed, instead of after the last gradient.
 
-    Args:
-        work: a collective that has ended before the exchange continues: a short one, as packing waits for it.
+    Packing waits for ``work``, which should be a short collective.
     """
 
     def __init__(self, work: Work) -> None:
@@ -85,20 +82,12 @@ Exchange = Generator[Work | Soon | OnHost, Any, None]
 
 
 class BucketInFlight:
-    """A bucket whose exchange has begun.
-
-    Args:
-        steps: what ``BucketedSync.exchange`` returns for the bucket.
-
-    Attributes:
-        pending: what ``steps`` yielded last; None once they have ended.
-        packed: what the backend's ``packing`` gave, for its ``unpacking``.
-    """
+    """A bucket whose exchange, ``steps``, has begun."""
 
     def __init__(self, bucket: Bucket, steps: Exchange) -> None:
         self.bucket, self._steps = bucket, steps
-        self.pending: Work | Soon | OnHost | None = None
-        self.packed: Any = None
+        self.pending: Work | Soon | OnHost | None = None  # yielded last; None once the exchange has ended
+        self.packed: Any = None  # what the backend's ``packing`` gave, for its ``unpacking``
 
     def start(self, grads: list[Tensor]) -> None:
         """Pack ``grads`` into the bucket and run the exchange to its first yield."""
@@ -135,9 +124,7 @@ class BucketInFlight:
 
 
 class BucketedSync(Scheme, ABC):
-    """Gathers gradients in buckets as they come, and exchanges each as soon as it is full.
-
-    A scheme writes ``exchange``.
+    """Gathers gradients in buckets as they come, and exchanges each as soon as it is full: a scheme's ``exchange``.
 
     Attributes:
         is_selective: whether elements compete within a group: then groups are limited by ``threshold`` and not by
@@ -202,15 +189,13 @@ class BucketedSync(Scheme, ABC):
         if param.dtype not in self._groupings:
             limit = self.threshold if self.is_selective else self.bucket_bytes // param.dtype.itemsize
             self._groupings[param.dtype] = Grouping(limit)
-        group = self._groupings[param.dtype].add((param, grad), param.size())
-        if group:
+        if group := self._groupings[param.dtype].add((param, grad), param.size()):
             self._launch(group)
 
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from super().finish()
         for grouping in self._groupings.values():
-            group = grouping.flush()
-            if group:
+            if group := grouping.flush():
                 self._launch(group)
         for in_flight in self._in_flight:
             in_flight.advance_soon()
@@ -278,8 +263,7 @@ def _size_of(params: Iterable[Tensor]) -> int:
 def _call(calls: list[OnHost], tensors: list[list[Tensor]], kept: list[Tensor]) -> None:
     """Call what exchanges yielded, with numpy copies of ``tensors``: all are read before anything is started.
 
-    Args:
-        kept: what the calls may read and write besides.
+    The calls may read and write ``kept`` besides.
     """
     values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
     for call, given in zip(calls, values, strict=True):

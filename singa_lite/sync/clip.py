@@ -79,11 +79,7 @@ def _sum_squares(grad: Tensor, out: Array) -> None:
     """Write the sum of the squares of ``grad`` to ``out``, shape (1,)."""
     backend, dtype = grad.device.backend, accumulation_dtype(grad.dtype)
     squares = backend.empty((grad.size(),), dtype)
-    source = grad.array.reshape(-1)
-    if dtype != grad.dtype:
-        backend.run("cast", source, out=squares)
-        source = squares
-    backend.run("square", source, out=squares)
+    backend.run("square", backend.astype(grad.array.reshape(-1), dtype), out=squares)
     total = out if dtype == out.dtype else backend.empty((1,), dtype)
     backend.run("sum", squares, out=total, axes=(0,), keepdims=True)
     if total is not out:

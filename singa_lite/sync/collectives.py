@@ -105,11 +105,9 @@ class ArrayCollectives:
         self._times = times if is_timed else None
 
     def broadcast(self, params: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
-        """Copy rank 0's values to every rank.
+        """Copy rank 0's values of ``params`` to every rank.
 
-        Args:
-            params: Tensors in an order that is the same on all ranks, or by name such as ``get_params()`` gives, where
-                the order does not matter.
+        They are Tensors in an order that is the same on all ranks, or by name, as ``get_params()`` gives them.
         """
         named = params if isinstance(params, Mapping) else {}
         name = f"parameters {text_of_names(named)}" if named else "parameters"
@@ -265,7 +263,6 @@ def _shapes_of(arrays: Iterable[GivenArray]) -> str:
 
 
 def _given(value: RawOrTensor) -> GivenArray:
-    """Return what a script gave DistOpt, checked."""
     return GivenArray.around("DistOpt", value)
 
 

@@ -108,8 +108,6 @@ class Dgc(BucketedSync):
         self._density = self._density_at(step)
         self._held, self._factors = [], {}
 
-    # ---- clipping ----------------------------------------------------------------------------------------
-
     def add_gradient(self, param: Tensor, grad: Tensor) -> None:
         if self.options.clip is None:
             super().add_gradient(param, grad)
@@ -127,24 +125,19 @@ class Dgc(BucketedSync):
         yield from super().finish()
         self._factors = {}  # of this step alone
 
-    # ---- one group ---------------------------------------------------------------------------------------
-
     def exchange(self, bucket: Bucket) -> Exchange:
         run, flat = bucket.backend.run, bucket.flat
         velocity, residual = self.state.of(bucket)
         if self._factors:
             run("mul", flat, self._factors[bucket.dtype], out=flat)
         self._accumulate(bucket, velocity, residual)
+        values = self.options.values
         message = SparseMessage(
-            self.communicator, bucket.backend, flat, None, bucket.name, self.options.values, residual
+            self.communicator, bucket.backend, flat, residual, bucket.name, values, source=residual
         )
         work = send_top_k(message, self._density)
-        # what is not finite has been sent, NaN first, and must not come again
-        run("finite_or_zero", residual, out=residual)
-        run("scatter_fill", message.indices, out=residual, value=0.0)
-        if message.lost is not None:
-            run("scatter_add", message.indices, message.lost, out=residual)
         if self.options.momentum:
+            # what is not finite has been sent, NaN first, and must not come again
             run("finite_or_zero", velocity, out=velocity)
             if self.options.mask:
                 run("scatter_fill", message.indices, out=velocity, value=0.0)
@@ -162,8 +155,6 @@ class Dgc(BucketedSync):
             run("nesterov_update", bucket.flat, out=out, lr=-1.0, momentum=momentum)
         else:
             run("momentum_update", bucket.flat, out=out, lr=-1.0, momentum=momentum, gain=1.0)
-
-    # ---- checkpoints -------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
         if self._first is None or self._has_momentum is None:

@@ -36,13 +36,8 @@ class FiniteCheck:
 
     Args:
         mode: "raise" a NonFiniteError on all ranks, or "skip" the update on all.
-        drop_update: called before it is raised, or the update left out, so that gradients added up with these are not
-            used any more.
+        drop_update: called first in both cases, so that gradients added up with these are not used any more.
         name: gives the name of the collective, which says whose it is.
-
-    Attributes:
-        num_skipped: updates that were left out.
-        loss_scale: what a loss in float16, or under ``autocast("fp16")``, is multiplied by.
     """
 
     def __init__(
@@ -53,8 +48,8 @@ class FiniteCheck:
         name: Callable[[str], str],
     ) -> None:
         self.mode, self._communicator, self._drop_update, self._name = mode, communicator, drop_update, name
-        self.num_skipped = 0
-        self.loss_scale = LARGEST_SCALE
+        self.num_skipped = 0  # updates
+        self.loss_scale = LARGEST_SCALE  # see Note [loss scale]
         self._num_good = 0  # updates since the scale was changed
         self._num_in_a_row = 0  # updates left out since the last one that was made, or set_states
 

@@ -24,21 +24,15 @@ WIRE_DTYPES = {"fp32": None, "bf16": "bfloat16"}  # by dist_option; None: their 
 
 
 class FixedOrder(BucketedSync):
-    """The mean over microbatches by sums in a fixed order, see Note [fixed order].
-
-    Attributes:
-        wire_dtype, num_microbatches: what values are sent as, of WIRE_DTYPES, and how many gradients all ranks' sums
-            have together; set by DistOpt.
-    """
+    """The mean over microbatches by sums in a fixed order, see Note [fixed order]; DistOpt sets the attributes."""
 
     is_recordable = True
-    wire_dtype: str | None = None
-    num_microbatches = 1
+    wire_dtype: str | None = None  # what values are sent as, of WIRE_DTYPES
+    num_microbatches = 1  # of all ranks, whose gradients the sums have together
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # a group of two for each level, the lowest first
-        self._pairs_of_ranks: list[Communicator] | None = None
+        self._pairs_of_ranks: list[Communicator] | None = None  # a group of two a level, the lowest first
 
     def check(self, bucket: Bucket) -> None:
         if bucket.dtype != "float32" and (bucket.dtype != "float64" or self.wire_dtype):

@@ -22,11 +22,7 @@ HALF_MAX = 65504.0  # the largest finite float16
 
 
 class HalfMessage:
-    """One flat float32 array on its way through float16.
-
-    Args:
-        flat: the array, shape (n,), replaced by the mean or the sum.
-    """
+    """One flat float32 array, shape (n,), on its way through float16; replaced by the mean or the sum."""
 
     def __init__(self, communicator: Communicator, backend: Backend, flat: Array, name: str) -> None:
         if flat.dtype != "float32":

@@ -24,16 +24,11 @@ from ..tensor import Tensor
 from .base import Scheme, StepContext, scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange, Soon
 from .step_groups import StepGroups, uncounted
-from .text import DistOption, read_dist_option
+from .text import read_dist_option
 
 
 class Hierarchical(BucketedSync):
-    """Plain averaging within each host and ``outer`` between hosts, with the leaders' residuals alone.
-
-    Attributes:
-        inside: what the last step sent among the ranks of this host.
-        between: what it sent among the leaders; nothing on a rank that is not a leader.
-    """
+    """Plain averaging within each host and ``outer`` between hosts, with the leaders' residuals alone."""
 
     names = ("hierarchical",)
     is_recordable = True
@@ -51,7 +46,11 @@ class Hierarchical(BucketedSync):
         outer: str = "fp32"
 
         def __post_init__(self) -> None:
-            check_outer(read_dist_option(self.outer), self.outer)
+            if problem := _problem_of(*read_dist_option(self.outer)):
+                raise OptionError(
+                    f"hierarchical: outer = {self.outer!r}: {problem}; use one that sends gradients alone, such as "
+                    "fp16 or sparseTopK"
+                )
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -64,8 +63,6 @@ class Hierarchical(BucketedSync):
         self._num_fed = 0  # of them, that the outer scheme has
         self.inside, self.between = Traffic(), Traffic()
         self._loaded: tuple[str, dict[str, np.ndarray], dict[Tensor, str]] | None = None
-
-    # ---- one step ----------------------------------------------------------------------------------------
 
     def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
         super().begin(step, read)
@@ -97,18 +94,18 @@ class Hierarchical(BucketedSync):
         if between is not None:
             self._outer = kind(between, self.threshold, self.bucket_bytes, self.optimizer)
         if self._loaded is not None:
-            failure = self._restore(self._outer, *self._loaded)
+            failure = self._restore(*self._loaded)
         mine = [failure, 0 if between is None else inner.size, has_states]
         failures, sizes, having = zip(
             *self.communicator.all_gather_object(mine, name="hierarchical hosts"), strict=True
         )
-        for rank, (text_of_rank, size, has) in enumerate(zip(failures, sizes, having, strict=True)):
+        for rank, (problem, size, has) in enumerate(zip(failures, sizes, having, strict=True)):
             if size and any(having) and not has:
-                text_of_rank = (
+                problem = (
                     "it leads a host and has none, so the ranks were on other hosts when they were saved"
                 )
-            if text_of_rank:
-                raise CommError(f"hierarchical: rank {rank} cannot go on from its states: {text_of_rank}")
+            if problem:
+                raise CommError(f"hierarchical: rank {rank} cannot go on from its states: {problem}")
         num_hosts = sum(size > 0 for size in sizes)
         self._weight = inner.size * num_hosts / self.communicator.size
         self._inner, self._loaded = inner, None
@@ -169,8 +166,6 @@ class Hierarchical(BucketedSync):
     def step_key(self, step: StepContext) -> Hashable:
         return None if self._outer is None else self._outer.step_key(_outer_step(step))
 
-    # ---- checkpoints: the leaders' outer scheme ------------------------------------------------------------
-
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
         if self._outer is None:
             name, states, _ = self._loaded or ("", {}, {})
@@ -181,7 +176,7 @@ class Hierarchical(BucketedSync):
     def check_states(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
         super().check_states(states, names)
         name = next(iter(states), "").partition("/")[0]
-        if self._inner is not None and (problem := _mismatch(self._outer, name, states)):
+        if self._inner is not None and states and (problem := self._mismatch(name)):
             raise CheckpointError(f"hierarchical: {problem}")
 
     def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
@@ -197,47 +192,36 @@ class Hierarchical(BucketedSync):
             )
         if self._inner is None:
             self._loaded = (name, own, names)
-        elif failure := self._restore(self._outer, name, own, names):
+        elif failure := self._restore(name, own, names):
             raise CheckpointError(f"hierarchical: {failure}")
 
-    @staticmethod
-    def _restore(
-        outer: Scheme | None, name: str, states: dict[str, np.ndarray], names: dict[Tensor, str]
-    ) -> str:
-        """Load the states of ``outer``; return why that cannot be, or ""."""
-        problem = _mismatch(outer, name, states)
-        if outer is not None and not problem:
-            outer.load_state_dict(states, names)
+    def _restore(self, name: str, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> str:
+        """Load the states of the outer scheme; return why that cannot be, or ""."""
+        problem = self._mismatch(name) if states else ""
+        if self._outer is not None and not problem:
+            self._outer.load_state_dict(states, names)
         return problem
 
+    def _mismatch(self, name: str) -> str:
+        """Return why the outer scheme cannot go on from states of the scheme ``name``, or ""."""
+        if self._outer is None:
+            return f"they are those of a host's leader ({name}), which it is not"
+        own = self._outer.names[0]
+        return "" if name == own else f"they are of {name}, but the outer scheme is {own}"
 
-def _mismatch(outer: Scheme | None, name: str, states: dict[str, np.ndarray]) -> str:
-    """Return why ``outer`` cannot go on from states of the scheme ``name``, or ""."""
-    if outer is None:
-        return f"they are those of a host's leader ({name}), which it is not" if states else ""
-    is_other = bool(states) and name != outer.names[0]
-    return f"they are of {name}, but the outer scheme is {outer.names[0]}" if is_other else ""
 
-
-def check_outer(outer: DistOption, text: str) -> None:
-    """Raise OptionError for a scheme that cannot run between hosts."""
-    scheme, options = outer
+def _problem_of(scheme: type[Scheme], options: dict[str, Any]) -> str:
+    """Return why a scheme cannot run between hosts, or ""."""
     name = scheme.names[0]
-    problem = ""
     if not issubclass(scheme, BucketedSync) or issubclass(scheme, Hierarchical):
-        problem = f"{name} sends no gradients of its own"
-    elif not scheme.keeps_equal:
-        problem = f"{name} averages parameters, which members of a host would not get"
-    elif scheme.takes_momentum(scheme.Options(**options)):
-        problem = f"{name} takes the optimizer's momentum over, which members of a host would apply again"
-    elif scheme.keeps_velocity:
-        problem = (
-            f"{name} keeps velocities, with any options, which a later step by another scheme would lose"
-        )
-    if problem:
-        raise OptionError(
-            f"hierarchical: outer = {text!r}: {problem}; use one that sends gradients alone, such as fp16 or sparseTopK"
-        )
+        return f"{name} sends no gradients of its own"
+    if not scheme.keeps_equal:
+        return f"{name} averages parameters, which members of a host would not get"
+    if scheme.takes_momentum(scheme.Options(**options)):
+        return f"{name} takes the optimizer's momentum over, which members of a host would apply again"
+    if scheme.keeps_velocity:
+        return f"{name} keeps velocities, with any options, which a later step by another scheme would lose"
+    return ""
 
 
 def _outer_step(step: StepContext) -> StepContext:

@@ -10,15 +10,10 @@ MAX_LOW_BITS = 31  # what the kernels take
 
 @dataclass(frozen=True)
 class IndexCode:
-    """Ascending indices as words of 32 bits, see Note [Elias-Fano] in backend/cpu/indices.py.
+    """Ascending indices as words of 32 bits, see Note [Elias-Fano] in backend/cpu/indices.py."""
 
-    Args:
-        n: they are below it.
-        k: how many there are, 0 .. n.
-    """
-
-    n: int
-    k: int
+    n: int  # they are below it
+    k: int  # how many there are, 0 .. n
 
     @property
     def low_bits(self) -> int:

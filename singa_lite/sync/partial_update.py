@@ -54,8 +54,8 @@ class PartialUpdate(Scheme):
 
     def _next_chunk_after(self, updates: list[ChunkNames], names: ChunkNames, ahead: int) -> int:
         """Return the number of the chunk to average now or, if updates are ``ahead``, after all of ``updates``."""
-        ages = dict(self.param_counters) if ahead else self.param_counters
-        for others in updates if ahead else ():
+        ages = dict(self.param_counters)
+        for others in updates[:ahead]:
             _update(ages, others)
         return _next_chunk(names, ages)
 

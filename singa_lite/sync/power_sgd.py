@@ -50,21 +50,13 @@ def seed_of(param: Tensor) -> int:
 
 
 class Matrix(NamedTuple):
-    """A gradient that is sent as P and Q.
-
-    Attributes:
-        param: the parameter.
-        m: gradient and residual, (rows, columns), in the bucket.
-        p: (rank, rows).
-        q: (rank, columns), in the state.
-        error: the residual, (rows, columns), in the state.
-    """
+    """A gradient that is sent as P and Q."""
 
     param: Tensor
-    m: Array
-    p: Array
-    q: Array
-    error: Array
+    m: Array  # gradient and residual, (rows, columns), in the bucket
+    p: Array  # (rank, rows)
+    q: Array  # (rank, columns), in the state
+    error: Array  # the residual, (rows, columns), in the state
 
 
 class PowerSgd(BucketedSync):
@@ -126,16 +118,14 @@ class PowerSgd(BucketedSync):
             rank = min(self.options.rank, rows, columns)
             error, q = self.state.views(bucket, param)
             if param.ndim() < 2 or rank * (rows + columns) * self.options.rate >= rows * columns:
-                if (
-                    param.ndim() > 1 and self.options.feedback
-                ):  # another rank or rate left it, and it is sent now
+                # another rank or rate left it, and it is sent now
+                if param.ndim() > 1 and self.options.feedback:
                     bucket.backend.run("fill", out=error, value=0.0)
                 dense.append(view)
                 continue
             p = bucket.backend.empty((rank, rows), bucket.dtype)
-            matrices.append(
-                Matrix(param, view.reshape(rows, columns), p, q[:rank], error.reshape(rows, columns))
-            )
+            m, error = (array.reshape(rows, columns) for array in (view, error))
+            matrices.append(Matrix(param, m, p, q[:rank], error))
         return matrices, dense
 
     def _mean(self, bucket: Bucket, arrays: list[Array]) -> Exchange:

@@ -54,8 +54,6 @@ class SchemeTable:
         known = find_schemes()
         return [known[name] for name in {*self._schemes, *self._loaded}]
 
-    # ---- states --------------------------------------------------------------------------------------
-
     def state_dict(self, names: Names) -> States:
         """Return the states of all, as "sync/<scheme>/<state>"."""
         own = {name: scheme.state_dict(names) for name, scheme in self._schemes.items()}

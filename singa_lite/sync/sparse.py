@@ -31,15 +31,11 @@ class SparseMessage:
         flat: shape (n,), replaced by the sum of what all ranks selected.
         residual: receives what this rank did not select, shape (n,), and what rounding lost; None drops it.
         values: "own" sends values in their dtype, "fp16" rounded to float16, +-65504 at most.
-        source: what to select from, shape (n,), which stays as it is; None is ``flat``.
-
-    Attributes:
-        indices: what this rank has selected, padded; once ``allocate`` was called.
-        lost: what rounding lost of each, finite; None if nothing was rounded.
+        source: what to select from, shape (n,), such as ``residual``; None is ``flat``.
     """
 
-    indices: Array
-    lost: Array | None = None
+    indices: Array  # what this rank has selected, padded; ``allocate`` makes it
+    lost: Array | None = None  # what rounding lost of each, finite; None if nothing was rounded
 
     def __init__(
         self,
@@ -69,19 +65,18 @@ class SparseMessage:
         return self.indices, self._values
 
     def send(self, counts: list[int]) -> Work:
-        """Keep the rest, and start to send what ``allocate`` returned, filled: ascending, padded alike on all ranks.
+        """Start to send what ``allocate`` returned, filled: ascending, padded alike on all ranks; keep the rest.
 
-        Args:
-            counts: how many elements each rank selected.
+        ``counts`` are how many elements each rank selected.
         """
         self._counts = counts
         values, words = self._parts(self._message)
         if values.dtype != self.flat.dtype:
             self._round(values)
-        self._keep_rest(self.indices[: counts[self.communicator.rank]])
         if self._code.k:
             self.backend.run("pack_indices", self.indices, out=words, low_bits=self._code.low_bits)
         self._gather = self.communicator.all_gather(self._message, name=self.name)
+        self._keep_rest(self.indices[: counts[self.communicator.rank]])
         return self._gather
 
     def merge(self, scale: float) -> None:
@@ -114,10 +109,10 @@ class SparseMessage:
         run("finite_or_zero", rest, out=self.lost)
 
     def _keep_rest(self, mine: Array) -> None:
-        """Write the unsent elements of ``flat`` into the residual, where finite; ``mine``: indices of those sent."""
+        """Write the unsent elements of the source into the residual, where finite; ``mine``: indices of those sent."""
         if self.residual is None:
             return
-        self.backend.run("finite_or_zero", self.flat, out=self.residual)
+        self.backend.run("finite_or_zero", self.source, out=self.residual)
         self.backend.run("scatter_fill", mine, out=self.residual, value=0.0)
         if self.lost is not None:
             self.backend.run("scatter_add", mine, self.lost[: mine.size], out=self.residual)

@@ -41,21 +41,11 @@ class Slot:
 
 
 class Arrays:
-    """The arrays of parameters that are sent together.
-
-    Args:
-        group: on which backend, of which dtype and alignment.
-        params: of the group, all or some.
-        slots: the arrays of a parameter, by name.
-
-    Attributes:
-        flats: of each name a flat array, zeros.
-        parts: of each parameter, its part of every flat array.
-    """
+    """Zeros for ``params``, all or some of ``group``: for each slot a flat array, of which each has a part."""
 
     def __init__(self, group: Group, params: list[Tensor], slots: Mapping[str, Slot]) -> None:
         self.params, self.flats = params, list[Array]()
-        self.parts: dict[Tensor, list[Array]] = {param: [] for param in params}
+        self.parts: dict[Tensor, list[Array]] = {param: [] for param in params}  # of every flat array
         for slot in slots.values():
             shapes = [slot.shape(param) for param in params]
             spans, size = layout(shapes, group.alignment if type(slot).shape is Slot.shape else 1)
@@ -72,9 +62,6 @@ class ParamState:
     Parameters that are sent together when their arrays are made have them in one flat array for good, which is what a
     group of just these, in this order, works on. Where steps differ in which parameters have gradients, any other group
     works on copies in each step, which ``commit`` writes back.
-
-    Args:
-        slots: the arrays, by name.
     """
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
@@ -124,11 +111,9 @@ class ParamState:
     def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
         """Continue from ``state_dict``; what it lacks starts again. CheckpointError: states that fit no parameter."""
         known = {f"{name}:{slot}": (param, slot) for param, name in names.items() for slot in self._slots}
+        kinds = {key: (self._slots[slot].shape(param), param.dtype) for key, (param, slot) in known.items()}
         for key, values in states.items():
-            if key not in known or (self._slots[known[key][1]].shape(known[key][0]), known[key][0].dtype) != (
-                values.shape,
-                values.dtype,
-            ):
+            if kinds.get(key) != (values.shape, values.dtype):
                 raise CheckpointError(
                     f"state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
                 )

@@ -11,12 +11,7 @@ from ..comm.work import Traffic
 
 
 class StepGroups:
-    """Groups that were made of ``communicator`` for a scheme of it.
-
-    Args:
-        communicator: the scheme's; an abort of it or of a group aborts all of them.
-        groups: those that this rank is in.
-    """
+    """The ``groups`` of this rank that a scheme has made of its ``communicator``; an abort of one aborts all."""
 
     def __init__(self, communicator: Communicator, groups: Sequence[Communicator]) -> None:
         self._communicator = communicator

@@ -52,21 +52,12 @@ class StepSeconds:
 
 
 def step_seconds(times: StepTimes, bytes_sent: int) -> StepSeconds:
-    """Return the seconds of a step.
-
-    Args:
-        times: what the clock has measured.
-        bytes_sent: of all collectives of the step.
-    """
+    """Return the seconds of a step of which the clock has measured ``times``, and whose collectives ``bytes_sent``."""
     seconds, moving = defaultdict(float, times.seconds), _moving(times.waited, bytes_sent)
     waiting = [(wait.start, wait.end) for wait in times.waited]
     return StepSeconds(
         compute=seconds["forward"] + seconds["backward"],
-        pack=seconds["pack"],
-        compress=seconds["compress"],
-        wait=seconds["wait"],
-        decompress=seconds["decompress"],
-        update=seconds["update"],
+        **{phase: seconds[phase] for phase in ("pack", "compress", "wait", "decompress", "update")},
         wire=None if moving is None else covered(moving),
         hidden=None if moving is None else covered([*moving, *waiting]) - covered(waiting),
     )

@@ -19,12 +19,7 @@ NUMBERS = {int: r"[+-]?[0-9]+", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-
 
 
 class DistOption(NamedTuple):
-    """The scheme and options that the text of a dist_option names.
-
-    Attributes:
-        scheme: the scheme that its name chooses.
-        options: the values in it, by the names of fields of ``scheme.Options``.
-    """
+    """The scheme that a dist_option names, and the values in its text, by the names of fields of ``Options``."""
 
     scheme: type[Scheme]
     options: dict[str, Any]
@@ -80,8 +75,7 @@ def options_by_name(scheme: type[Scheme], options: dict[str, Any]) -> dict[str, 
     if first not in options:
         return options
     wrapped = read_dist_option(options[first])
-    twice = sorted(set(wrapped.options) & set(options))
-    if twice:
+    if twice := sorted(set(wrapped.options) & set(options)):
         raise OptionError(
             f"DistOpt: {', '.join(twice)} is given twice, in {first} = {options[first]!r} and by name; leave one out"
         )
@@ -117,11 +111,10 @@ def form_of(scheme: type[Scheme]) -> str:
     if not types:
         return f"{name} has no options"
     each = [f"{f.name}: {_type_name(types[f.name])} = {f.default}" for f in fields(scheme.Options)]
+    rest = "[:key=value...], with the options"
     if scheme.wraps_another:
-        return (
-            f"write {name}[:{next(iter(types))}], with another dist_option and its options: {', '.join(each)}"
-        )
-    return f"write {name}[:{next(iter(types))}][:key=value...], with the options {', '.join(each)}"
+        rest = ", with another dist_option and its options:"
+    return f"write {name}[:{next(iter(types))}]{rest} {', '.join(each)}"
 
 
 def _value_of(text: str, kind: Any) -> Any:
