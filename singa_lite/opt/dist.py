@@ -493,9 +493,10 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     @property
     def loss_scale(self) -> float:
-        """What a loss in float16, or under ``autocast("fp16")``, is multiplied by, with ``check_finite="skip"``."""
+        """What a loss in float16, or under ``autocast("fp16")``, is multiplied by: 1 without ``check_finite="skip"``."""
         break_graph("it reads loss_scale, which a replay would not do")
-        return 1.0 if self._finite is None else self._finite.loss_scale
+        finite = self._finite
+        return 1.0 if finite is None or finite.mode != "skip" else finite.loss_scale
 
     def _compare_if_loaded(self) -> None:
         self._ranks.compare_if_loaded(self, None)

@@ -184,6 +184,12 @@ def test_raise_begins_a_sum_again_that_has_seen_a_bad_call(use_graph: bool) -> N
     assert run_ranks(raised_with_sums, 2, use_graph, {"microbatches": 6}) == [([11], True)] * 2
 
 
+@pytest.mark.parametrize(("mode", "scale"), [(None, 1.0), ("raise", 1.0), ("skip", 2.0**15)])
+def test_the_loss_is_scaled_where_updates_may_be_left_out(mode: str | None, scale: float) -> None:
+    alone = LocalCommunicator(World())
+    assert opt.DistOpt(opt.SGD(lr=0.1), communicator=alone, check_finite=mode).loss_scale == scale
+
+
 def halves(communicator: Any, use_graph: bool) -> list[float]:
     """The loss scale after steps of a float16 loss, and how many updates were left out."""
     rank = communicator.rank
