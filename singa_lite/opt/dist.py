@@ -493,7 +493,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     @property
     def loss_scale(self) -> float:
-        """What a loss in float16, or under ``autocast("fp16")``, is multiplied by: 1 without ``check_finite="skip"``."""
+        """What a loss in float16 or under ``autocast("fp16")`` is multiplied by; 1 without ``check_finite="skip"``."""
         break_graph("it reads loss_scale, which a replay would not do")
         finite = self._finite
         return 1.0 if finite is None or finite.mode != "skip" else finite.loss_scale
