@@ -52,6 +52,11 @@ class View:
     strides: tuple[int, ...]
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
     def is_row_major(self) -> bool:
         """Whether it is in row-major order, at a multiple of its elements' size: compiled kernels take no other."""
         strides = zip(row_major(self.shape, self.dtype), self.strides, self.shape, strict=True)
@@ -60,8 +65,7 @@ class View:
     @property
     def is_whole(self) -> bool:
         """Whether it is all of its memory, in row-major order."""
-        num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return self.offset == 0 and num_bytes == self.memory.num_bytes and self.is_row_major
+        return self.offset == 0 and self.num_bytes == self.memory.num_bytes and self.is_row_major
 
 
 def row_major(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:

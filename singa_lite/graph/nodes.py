@@ -197,25 +197,13 @@ class Join(Host):
 
 @dataclass(frozen=True)
 class Fork(Host):
-    """Python that decides at every replay whether the nodes up to its join are run.
-
-    Attributes:
-        function: gives whether they are.
-        join: the node behind them.
-    """
+    """Python whose result decides at every replay whether the nodes up to its ``join`` are run."""
 
     join: Join
 
-    def decide(self) -> bool:
-        """Call ``function``; return what it gives."""
-        return bool(self.function(*self.arguments))
-
 
 class StreamSwitch(PythonCall):
-    """A change of the stream that a device's kernels go to, or an event between streams; no backend of the CPU has any.
-
-    It is called where the nodes run or are captured one by one.
-    """
+    """A change of the stream that a device's kernels go to, or an event between streams; none on the CPU."""
 
     name: ClassVar[str] = "Dist.stream"
 
@@ -237,7 +225,7 @@ def run_steps(steps: Iterable[Callable[[], None]], after_each: Callable[[], None
             end = None
             if not isinstance(step, Fork):
                 step()
-            elif not step.decide():
+            elif not step.function(*step.arguments):
                 end = step.join
         if after_each is not None:
             after_each()
