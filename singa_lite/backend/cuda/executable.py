@@ -59,10 +59,8 @@ class ExecutableGraph:
 def instantiate(graph: int) -> int:
     """Return the handle of an executable graph whose kernels keep their priorities; ``graph``: a handle too."""
     function = open_driver().cuGraphInstantiateWithFlags
-    function.argtypes, function.restype = (
-        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong],
-        ctypes.c_int,
-    )
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong]
+    function.restype = ctypes.c_int
     made = ctypes.c_void_p()
     status = function(ctypes.byref(made), graph, USE_NODE_PRIORITY)
     if status == OUT_OF_MEMORY:
