@@ -149,7 +149,8 @@ class Attributes:
             recorder.break_graph(reason)
         before, self.before = self.before, {}
         after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
-        set_by_step = _new_tensors(before, after)
+        known = {id(tensor) for tensor in _tensors_of(before.values())}
+        set_by_step = [weakref.ref(each) for each in _tensors_of(after.values()) if id(each) not in known]
         states = self._states_of_model()
         for found in before.values():
             if list(map(_flags_of, found.tensors)) != found.flags:
@@ -378,14 +379,6 @@ def _why_unseen(model: Layer) -> str | None:
 
 def _tensors_of(attributes: Iterable[Attribute]) -> list[Tensor]:
     return [tensor for attribute in attributes for tensor in attribute.tensors]
-
-
-def _new_tensors(
-    before: dict[Hashable, Attribute], after: dict[Hashable, Attribute]
-) -> list[weakref.ref[Tensor]]:
-    """Return the Tensors that attributes hold after a step and did not before, without keeping them alive."""
-    known = {id(tensor) for tensor in _tensors_of(before.values())}
-    return [weakref.ref(tensor) for tensor in _tensors_of(after.values()) if id(tensor) not in known]
 
 
 def _flags_of(tensor: Tensor) -> tuple[bool, bool]:

@@ -31,7 +31,7 @@ from functools import cached_property, partial, partialmethod, singledispatchmet
 from itertools import chain, count, repeat
 from operator import attrgetter, is_, methodcaller
 from types import FunctionType, GenericAlias, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -89,21 +89,6 @@ LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when
 Location = tuple[str, Callable[[], object]]
 
 
-class Variable(NamedTuple):
-    """A variable at one moment.
-
-    Attributes:
-        label, read: where it is.
-        value: what it held.
-        content: what a container or an object held, the array and flags of a Tensor; None for what cannot change.
-    """
-
-    label: str
-    read: Callable[[], object]
-    value: object
-    content: Hashable
-
-
 class Variables:
     """What the step of a model reads, see Note [variables], as it is now.
 
@@ -139,7 +124,12 @@ class Variables:
         self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         self.tensors: dict[int, Tensor] = {}
         self.compares_identities = False
-        held = [(found, value) for found in attributes for value in _objects_in(found)]
+        # of attributes, what they hold beside Tensors and plain values
+        held = [
+            (found, value)
+            for found in attributes
+            for value in (*found.objects, *leaves(found.value, (FunctionType, DecayScheduler)))
+        ]
         given = chain.from_iterable(map(nodes, [*arguments, *(found.value for found in attributes)]))
         for value in (*map(type, layers), *(value for _, value in held), *given):
             self._follow(value)
@@ -159,8 +149,9 @@ class Variables:
             for kind in [*self._metaclasses]:
                 self._follow_metaclass(kind)
         self._locations += self._locations_in_package()
+        # where each is, what it held, and the content of that
         self._variables = [
-            Variable(label, read, value := read(), self._content(value))
+            (label, read, value := read(), self._content(value))
             for label, read in (*self._locations, *nested)
         ]
         self._parts = list(map(PARTS, self._functions))
@@ -363,7 +354,7 @@ class Variables:
     # ---- what they hold ------------------------------------------------------------------------------
 
     def _content(self, value: object) -> Hashable:
-        """Return a value that differs once a container or Tensor has changed; None for an object without content."""
+        """Return a value that differs once a container or Tensor has changed; None for what cannot change."""
         if isinstance(value, Tensor):
             return Same(value.array), value.requires_grad, value.stores_grad, value.creator is None
         can_change = isinstance(value, containers()) and not (
@@ -447,11 +438,6 @@ class Variables:
             read = partial(getattr, value) if is_in_slot else held.get
             found.append((f"{label}.{name}", partial(read, name, Absent)))
         return found
-
-
-def _objects_in(attribute: Attribute) -> list[object]:
-    """Return what an attribute holds beside Tensors and plain values: objects, functions and schedules."""
-    return [*attribute.objects, *leaves(attribute.value, (FunctionType, DecayScheduler))]
 
 
 def _constant(label: str, value: object) -> Location:

@@ -105,15 +105,10 @@ class DeviceLock:
 
 
 class Packed:
-    """The result of ``packing``, for ``unpacking``.
+    """The result of ``packing``, for ``unpacking``."""
 
-    Attributes:
-        event: happens once what was packed is there.
-        capture: the one that the event is part of, if a graph was captured.
-    """
-
-    event: Any = None
-    capture: Any = None
+    event: Any = None  # happens once what was packed is there
+    capture: Any = None  # of which the event is a part, if a graph was captured
 
 
 class Launcher(Backend):
