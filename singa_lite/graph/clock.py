@@ -28,33 +28,21 @@ WAIT = "wait"
 
 
 class Span(NamedTuple):
-    """A phase of the host from ``start`` to ``end``, in seconds of ``time.perf_counter``.
+    """A phase of the host from ``start`` to ``end``, in seconds of ``time.perf_counter``."""
 
-    Attributes:
-        phase: that of a lap, or "wait".
-        name: of what it was done to, such as the parameters of a bucket.
-    """
-
-    phase: str
-    name: str
+    phase: str  # that of a lap, or "wait"
+    name: str  # of what it was done to, such as the parameters of a bucket
     start: float
     end: float
 
 
 class Waited(NamedTuple):
-    """A collective that the host waited for, from ``start`` to ``end``.
+    """A collective that the host waited for, from ``start`` to ``end``."""
 
-    Attributes:
-        name: what its caller called it.
-        kind: such as "all_reduce".
-        bytes_sent: what this rank put on a ring.
-        times: when it was posted, when all ranks were there and when it ended (comm.work.Times); None if unknown, or
-            if it failed.
-    """
-
-    name: str
-    kind: str
-    bytes_sent: int
+    name: str  # what its caller called it
+    kind: str  # such as "all_reduce"
+    bytes_sent: int  # what this rank put on a ring
+    # when it was posted, all ranks were there and it ended (comm.work.Times); None if unknown, or if it failed
     times: tuple[float, float, float] | None
     start: float
     end: float
@@ -62,17 +50,11 @@ class Waited(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """The times of one step, from its beginning to its end.
+    """The times of one step, from its beginning to its end."""
 
-    Attributes:
-        seconds: by phase.
-        waited: the collectives that the host waited for, in order, the first MAX_WAITED.
-        spans: of the laps and the waits, in order, that have not been written.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    waited: list[Waited] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    waited: list[Waited] = field(default_factory=list)  # in order, the first MAX_WAITED
+    spans: list[Span] = field(default_factory=list)  # of the laps and the waits, in order, not written yet
 
 
 class StepClock:

@@ -24,21 +24,15 @@ from .nodes import ClockCall, Collective, Host, Kernel, Node, Scalar, StreamSwit
 
 @dataclass(frozen=True)
 class Tape:
-    """The nodes of one run of a step, with Views, and its inputs and outputs.
-
-    Attributes:
-        nodes: in order.
-        inputs: Views of the Tensors in the arguments; None for an array that no node uses.
-        outputs: likewise, of the Tensors that the step returned, set as attributes and gave to host nodes.
-        structure: the results and changed attributes without the values of Tensors; None if the graph is broken.
-        casts_again: see Recorder.
-    """
+    """The nodes of one run of a step, with Views, and its inputs and outputs: None for an array that no node uses."""
 
     nodes: Sequence[Node]
-    inputs: Sequence[View | None]
-    outputs: Sequence[View | None]
-    structure: Hashable
-    casts_again: bool
+    inputs: Sequence[View | None]  # the Tensors in the arguments
+    outputs: Sequence[View | None]  # those that the step returned, set as attributes and gave to host nodes
+    structure: (
+        Hashable  # results and changed attributes without values of Tensors; None if the graph is broken
+    )
+    casts_again: bool  # see Recorder
 
 
 def difference(old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any, Any]]) -> str | None:

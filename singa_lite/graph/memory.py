@@ -37,19 +37,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class View:
-    """An array of a step without its memory.
-
-    Attributes:
-        memory: what it is a view of.
-        offset: of its first byte in ``memory``.
-        shape, dtype, strides: as numpy's, strides in bytes.
-    """
+    """An array of a step, as a view of a Memory."""
 
     memory: Memory
-    offset: int
+    offset: int  # of its first byte
     shape: tuple[int, ...]
-    dtype: Any
-    strides: tuple[int, ...]
+    dtype: Any  # numpy's
+    strides: tuple[int, ...]  # in bytes
 
     @property
     def num_bytes(self) -> int:

@@ -397,8 +397,7 @@ def guard_ahead(key: Hashable, ahead: int, function: Callable[[int], Hashable]) 
     Args:
         key: what it is about.
         ahead: as ``steps_since_start`` gives it.
-        function: gives the value of the part that comes after so many others: ``function(0)`` is asked now, and
-            ``function(ahead)`` before a replay.
+        function: called with 0 now, and with ``ahead`` before a replay: after how many others the part comes then.
     """
     recorder: Recorder | None = this_thread.recorder
     if recorder is not None and (key, ahead) not in recorder.guards:
@@ -425,13 +424,7 @@ def break_graph(reason: str) -> None:
 
 
 def tell_other_threads(what: str, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> None:
-    """Report to recorders of other threads what this thread does to arrays, unless it records a step itself.
-
-    Args:
-        what: it does, for people.
-        inputs: arrays that it reads.
-        outputs: arrays that it writes.
-    """
+    """Report what this thread does to arrays to the recorders of other threads, unless it records a step itself."""
     if this_thread.recorder is None:
         for recorder in list(state.recorders):
             recorder.note_elsewhere(what, inputs, outputs)

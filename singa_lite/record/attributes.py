@@ -81,19 +81,14 @@ class Attribute:
 
 
 class Change(NamedTuple):
-    """The change of an attribute by a step.
+    """The change of an attribute by a step."""
 
-    Attributes:
-        before: the attribute before the recorded step, whose structure a replay must find.
-        value: what the step set it to, with any Tensors, or Absent.
-        sources: of each Tensor in ``value``: its number among those held before a step and, after them, those made.
-        is_in_place: whether the step changed the list or dict that it found.
-    """
-
-    before: Attribute
-    value: Any
-    sources: list[int]
-    is_in_place: bool
+    before: Attribute  # as it was before the recorded step, whose structure a replay must find
+    value: Any  # what the step set it to, with any Tensors, or Absent
+    sources: list[
+        int
+    ]  # of each Tensor in it: its number among those held before a step and, after them, those made
+    is_in_place: bool  # whether the step changed the list or dict that it found
 
     def repeat(self, tensors: list[Tensor]) -> None:
         """Do the same with the ``tensors`` of a replay, held and made."""

@@ -60,33 +60,19 @@ name_of = attrgetter("name")
 
 @dataclass
 class Kind:
-    """The records of calls that are alike but for values.
+    """The records of calls that are alike but for values."""
 
-    Attributes:
-        label: for people.
-        types: of the arguments, behind the microbatch.
-        microbatch: see Note [microbatches]; None with any other order.
-        records: they differ in their guards and in the attributes they found.
-        misses: recordings since the last replay.
-        drops: how often all its records were dropped for others before they were replayed much.
-        retries: of steps that broke, but need not the next time.
-        last_reason: why the last of them did.
-        break_reason: why such calls run eagerly for good.
-        is_checked: whether a call whose inputs the model holds has shown what the step writes.
-        is_settled: whether the step itself is the reason, in another run as well, and not what calls came before.
-    """
-
-    label: str
-    types: Hashable
-    microbatch: int | None
-    records: list[Record] = field(default_factory=list)
-    misses: int = 0
-    drops: int = 0
-    retries: int = 0
-    last_reason: str | None = None
-    break_reason: str | None = None
-    is_settled: bool = False
-    is_checked: bool = False
+    label: str  # for people
+    types: Hashable  # of the arguments, behind the microbatch
+    microbatch: int | None  # see Note [microbatches]; None with any other order
+    records: list[Record] = field(default_factory=list)  # they differ in guards and in attributes they found
+    misses: int = 0  # recordings since the last replay
+    drops: int = 0  # how often all its records were dropped for others before they were replayed much
+    retries: int = 0  # of steps that broke, but need not the next time
+    last_reason: str | None = None  # why the last of them did
+    break_reason: str | None = None  # why such calls run eagerly for good
+    is_settled: bool = False  # whether the step itself is the reason, and not what calls came before
+    is_checked: bool = False  # whether a call whose inputs the model holds has shown what the step writes
 
 
 class Records:
