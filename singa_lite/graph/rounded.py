@@ -134,16 +134,16 @@ def keep_copies(nodes: list[Node], copies: MutableMapping[int, Array]) -> tuple[
         ):
             position = update.outputs.index(param)
             rounded = update.attributes.get("rounded", ())
+            known = copies.get(id(owner))
             if position not in rounded:  # else an earlier cast gives the same
                 attributes = {**update.attributes, "rounded": (*rounded, position)}
                 graph.nodes[last[0]] = replace(update, out=(*update.outputs, copy), attributes=attributes)
                 casts.append(replace(cast, phase="Forward"))
                 params.append(owner)
-                known = copies.get(id(owner))
                 if known is None or (known.shape, known.dtype) != (copy.shape, copy.dtype):
-                    copies[id(owner)] = cast.backend.empty(copy.shape, copy.dtype)
-            copy.memory.owner = copies[id(owner)]
-            graph.nodes[number] = None
+                    known = copies[id(owner)] = cast.backend.empty(copy.shape, copy.dtype)
+            copy.memory.owner = known
+            graph.nodes[number] = None  # not by put: readers and writers are those before
     return [*casts, *graph.rest()], len(casts), params
 
 

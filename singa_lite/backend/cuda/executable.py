@@ -74,9 +74,8 @@ def instantiate(graph: int) -> int:
 
 def open_driver() -> ctypes.CDLL:
     """Open the driver, as comm/nccl.py does."""
-    names = _native.library_names("SINGA_LITE_CUDA_LIB", "nvidia.cuda_driver", "libcuda.so.1")
     reasons = []
-    for name in names:
+    for name in _native.library_names("SINGA_LITE_CUDA_LIB", "nvidia.cuda_driver", "libcuda.so.1"):
         try:
             return ctypes.CDLL(name)
         except OSError as error:
