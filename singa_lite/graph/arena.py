@@ -17,17 +17,11 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 @dataclass(frozen=True)
 class Lifetime:
-    """One buffer.
+    """One buffer."""
 
-    Attributes:
-        num_bytes: its size, >= 0.
-        first: number of the call that writes it first.
-        last: number of the last call that reads or writes it, >= first.
-    """
-
-    num_bytes: int
-    first: int
-    last: int
+    num_bytes: int  # >= 0
+    first: int  # number of the call that writes it first
+    last: int  # of the last call that reads or writes it, >= first
 
 
 def plan_offsets(lifetimes: list[Lifetime]) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ from ..config import state, this_thread
 from ..errors import GraphError
 from .arena import share_memory
 from .nodes import Collective, run_steps
-from .recorder import Recorder
+from .recorder import Recorder, switch_recorder
 from .rounded import use_copies
 
 CURE = "; Model.compile(use_graph=True) runs such steps eagerly, or records them again, by itself"
@@ -52,8 +52,8 @@ class GraphBuffer:
         if this_thread.recorder is not None:
             raise GraphError("EnableGraph: this thread records a step already; leave use_graph=True out")
         self.reset()
-        self._recorder = this_thread.recorder = Recorder(_tensors_in)
-        state.recorders.add(self._recorder)
+        self._recorder = Recorder(_tensors_in)
+        switch_recorder(None, self._recorder)
         state.graph_buffers.add(self)
 
     def stop(self) -> None:
@@ -64,8 +64,8 @@ class GraphBuffer:
             raise GraphError(
                 "EnableGraph: call EnableGraph(False) in the thread that called EnableGraph(True)"
             )
-        tape, self._recorder, this_thread.recorder = self._recorder, None, None
-        state.recorders.discard(tape)
+        tape, self._recorder = self._recorder, None
+        switch_recorder(tape, None)
         tape.finish()
         tape.keep_alive_arrays()
         self._tape = tape

@@ -75,10 +75,7 @@ class ReplayedChanges:
         for view in written:
             if (owner := view.memory.owner) is not None:
                 first = address_of(owner) + view.offset
-                num_bytes = view.dtype.itemsize
-                for length in view.shape:
-                    num_bytes *= length
-                self._parts[id(owner), (first, first + num_bytes)] = _changes_of(owner)
+                self._parts[id(owner), (first, first + view.num_bytes)] = _changes_of(owner)
         state.replayed_changes[id(self)] = self
 
     def note_replay(self) -> None:

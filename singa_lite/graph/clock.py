@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
@@ -27,51 +28,33 @@ WAIT = "wait"
 
 
 class Span(NamedTuple):
-    """A phase of the host from ``start`` to ``end``, in seconds of ``time.perf_counter``.
+    """A phase of the host from ``start`` to ``end``, in seconds of ``time.perf_counter``."""
 
-    Attributes:
-        phase: that of a lap, or "wait".
-        name: of what it was done to, such as the parameters of a bucket.
-    """
-
-    phase: str
-    name: str
+    phase: str  # that of a lap, or "wait"
+    name: str  # of what it was done to, such as the parameters of a bucket
     start: float
     end: float
 
 
 class Waited(NamedTuple):
-    """A collective that the host waited for, from ``start`` to ``end``.
+    """A collective that the host waited for, from ``start`` to ``end``."""
 
-    Attributes:
-        name: what its caller called it.
-        kind: such as "all_reduce".
-        bytes_sent: what this rank put on a ring.
-        times: when it was posted, when all ranks were there and when it ended (comm.work.Times); None if unknown, or
-            if it failed.
-    """
-
-    name: str
-    kind: str
-    bytes_sent: int
+    name: str  # what its caller called it
+    kind: str  # such as "all_reduce"
+    bytes_sent: int  # what this rank put on a ring
+    # when it was posted, all ranks were there and it ended (comm.work.Times); None if unknown, or if it failed
     times: tuple[float, float, float] | None
     start: float
     end: float
 
 
+@dataclass
 class StepTimes:
-    """The times of one step, from its beginning to its end.
+    """The times of one step, from its beginning to its end."""
 
-    Attributes:
-        seconds: by phase.
-        waited: the collectives that the host waited for, in order, the first MAX_WAITED.
-        spans: of the laps and the waits, in order, that have not been written.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.waited: list[Waited] = []
-        self.spans: list[Span] = []
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    waited: list[Waited] = field(default_factory=list)  # in order, the first MAX_WAITED
+    spans: list[Span] = field(default_factory=list)  # of the laps and the waits, in order, not written yet
 
 
 class StepClock:
@@ -106,8 +89,6 @@ class StepClock:
         seconds = self._times.seconds
         if self._writer is not None:
             self._add_spans(phase, name, now)
-            if len(self._times.spans) >= MAX_SPANS:
-                self._write()
         spent, self._start = now - self._start, now
         for wait in self._waits:
             waited = wait.end - wait.start
@@ -133,8 +114,7 @@ class StepClock:
     def end(self) -> StepTimes:
         """End a step; return what was measured since the last one ended."""
         self.is_running = False
-        if self._writer is not None:
-            self._write()
+        self._write()
         times, self._times = self._times, StepTimes()
         self._num_written = 0
         return times
@@ -153,25 +133,22 @@ class StepClock:
             times.spans, self._num_written = [], len(times.waited)
 
     def _add_spans(self, phase: str, name: str, now: float) -> None:
-        """Add the spans of the lap that ends."""
+        """Add the spans of the lap that ends; write them if they are many."""
         spans, since = self._times.spans, self._start
         for wait in self._waits:
             spans += [Span(phase, name, since, wait.start), Span(WAIT, wait.name, wait.start, wait.end)]
             since = wait.end
         spans.append(Span(phase, name, since, now))
+        if len(spans) >= MAX_SPANS:
+            self._write()
 
 
 def without_empty_laps(nodes: list[Node]) -> list[Node]:
     """Return ``nodes`` without laps in which a replay does nothing."""
+    is_lap = [isinstance(node, ClockCall) and node.function is StepClock.lap for node in nodes]
     return [
-        node
-        for before, node in zip([None, *nodes], nodes, strict=False)
-        if not (_is_lap(before) and _is_lap(node))
+        node for number, node in enumerate(nodes) if not (is_lap[number] and number and is_lap[number - 1])
     ]
-
-
-def _is_lap(node: Node | None) -> bool:
-    return isinstance(node, ClockCall) and node.function is StepClock.lap
 
 
 def clock_of_thread() -> StepClock:

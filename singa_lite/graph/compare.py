@@ -24,21 +24,15 @@ from .nodes import ClockCall, Collective, Host, Kernel, Node, Scalar, StreamSwit
 
 @dataclass(frozen=True)
 class Tape:
-    """The nodes of one run of a step, with Views, and its inputs and outputs.
-
-    Attributes:
-        nodes: in order.
-        inputs: Views of the Tensors in the arguments; None for an array that no node uses.
-        outputs: likewise, of the Tensors that the step returned, set as attributes and gave to host nodes.
-        structure: the results and changed attributes without the values of Tensors; None if the graph is broken.
-        casts_again: see Recorder.
-    """
+    """The nodes of one run of a step, with Views, and its inputs and outputs: None for an array that no node uses."""
 
     nodes: Sequence[Node]
-    inputs: Sequence[View | None]
-    outputs: Sequence[View | None]
-    structure: Hashable
-    casts_again: bool
+    inputs: Sequence[View | None]  # the Tensors in the arguments
+    outputs: Sequence[View | None]  # those that the step returned, set as attributes and gave to host nodes
+    structure: (
+        Hashable  # results and changed attributes without values of Tensors; None if the graph is broken
+    )
+    casts_again: bool  # see Recorder
 
 
 def difference(old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any, Any]]) -> str | None:
@@ -52,37 +46,31 @@ def difference(old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any,
     """
     if old.casts_again != new.casts_again or len(old.inputs) != len(new.inputs):
         return None
-    same = SameMemory(old.inputs, new.inputs, to_numpy)
-    for before, now in zip_longest(*map(_compared, (old.nodes, new.nodes))):
+    same = SameMemory(old, new, to_numpy)
+    for before, now in zip_longest(_compared(old.nodes), _compared(new.nodes)):
         if before is None or now is None or not _are_alike(before, now, same):
             was, what = _text(before), _text(now)
             return f"{what} instead of {was}" if was != what else f"{what} on other arrays or values"
     if new.structure is None:
         return None
     outputs = zip_longest(old.outputs, new.outputs)
-    is_same = old.structure == new.structure and all(
-        same.views(was, now, is_read=True) for was, now in outputs
-    )
-    return None if is_same else "what gives other results or attributes"
+    if old.structure == new.structure and all(same.views(*pair, is_read=True) for pair in outputs):
+        return None
+    return "what gives other results or attributes"
 
 
 class SameMemory:
     """The mapping between the memory of one tape and that of the other.
 
     Args:
-        old_inputs, new_inputs: Views of the tapes' inputs; two of them may share memory.
+        old, new: the tapes, of whose inputs two may share memory.
         to_numpy: copies an array to the host (``Backend.to_numpy``).
     """
 
-    def __init__(
-        self,
-        old_inputs: Sequence[View | None],
-        new_inputs: Sequence[View | None],
-        to_numpy: Callable[[Array], np.ndarray[Any, Any]],
-    ) -> None:
+    def __init__(self, old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any, Any]]) -> None:
         self._to_numpy = to_numpy
-        pairs = zip(old_inputs, new_inputs, strict=True)
-        self._new = {old.memory: new.memory for old, new in pairs if old is not None and new is not None}
+        pairs = zip(old.inputs, new.inputs, strict=True)
+        self._new = {was.memory: now.memory for was, now in pairs if was is not None and now is not None}
         self._old: dict[Memory, Memory] = {}
 
     def views(self, old: View | None, new: View | None, is_read: bool = False) -> bool:
@@ -104,13 +92,9 @@ class SameMemory:
 
     def _holds_same(self, old: Array, new: Array) -> bool:
         """Return whether both are one array that existed before the step, or equal constants created in each run."""
-        if old is new:
-            return True
-        return (
-            old is not None
-            and new is not None
-            and self._to_numpy(old).tobytes() == self._to_numpy(new).tobytes()
-        )
+        if old is new or old is None or new is None:
+            return old is new
+        return self._to_numpy(old).tobytes() == self._to_numpy(new).tobytes()
 
 
 def _compared(nodes: Iterable[Node]) -> list[Node]:
@@ -131,7 +115,9 @@ def _are_alike(old: Node, new: Node, same: SameMemory) -> bool:
     if calls and calls[0] != calls[1]:
         return False
     reads, writes = zip_longest(old.inputs, new.inputs), zip_longest(old.outputs, new.outputs)
-    return all(same.views(a, b, is_read=True) for a, b in reads) and all(same.views(a, b) for a, b in writes)
+    return all(same.views(*pair, is_read=True) for pair in reads) and all(
+        same.views(*pair) for pair in writes
+    )
 
 
 def _are_equal(old: Any, new: Any) -> bool:

@@ -37,19 +37,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class View:
-    """An array of a step without its memory.
-
-    Attributes:
-        memory: what it is a view of.
-        offset: of its first byte in ``memory``.
-        shape, dtype, strides: as numpy's, strides in bytes.
-    """
+    """An array of a step, as a view of a Memory."""
 
     memory: Memory
-    offset: int
+    offset: int  # of its first byte
     shape: tuple[int, ...]
-    dtype: Any
-    strides: tuple[int, ...]
+    dtype: Any  # numpy's
+    strides: tuple[int, ...]  # in bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
     @property
     def is_row_major(self) -> bool:
@@ -60,8 +59,7 @@ class View:
     @property
     def is_whole(self) -> bool:
         """Whether it is all of its memory, in row-major order."""
-        num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return self.offset == 0 and num_bytes == self.memory.num_bytes and self.is_row_major
+        return self.offset == 0 and self.num_bytes == self.memory.num_bytes and self.is_row_major
 
 
 def row_major(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:

@@ -67,20 +67,14 @@ class ArrayNode:
 
 @dataclass(frozen=True)
 class Kernel(ArrayNode):
-    """A kernel of a backend.
+    """A kernel of a backend, with what ``Backend.run`` was given."""
 
-    Attributes:
-        backend: what runs it (backend.base.Backend, of a module above).
-        name, inputs, out, attributes: as given to ``Backend.run``; attributes may be Scalars.
-        phase: "Forward" or "Backward".
-    """
-
-    backend: Any
+    backend: Any  # backend.base.Backend, of a module above
     name: str
     inputs: tuple[Any, ...]
     out: Any
-    attributes: dict[str, Any]
-    phase: str
+    attributes: dict[str, Any]  # which may be Scalars
+    phase: str  # "Forward" or "Backward"
 
     @property
     def has_scalars(self) -> bool:
@@ -96,35 +90,23 @@ class Kernel(ArrayNode):
 
 
 class Flight:
-    """Connects a Collective with its Wait: the work that the newest run started.
-
-    Attributes:
-        work: comm.work.Work, of a module above; None before the first run and once it was waited for.
-    """
+    """Connects a Collective with its Wait: the work that the newest run started."""
 
     __slots__ = ("work",)
 
     def __init__(self) -> None:
-        self.work: Any = None
+        self.work: Any = None  # comm.work.Work, of a module above; None as well once it was waited for
 
 
 @dataclass(frozen=True)
 class Collective(ArrayNode):
-    """The start of a collective.
+    """The start of a collective, which ``communicator.launch(operation, out, *inputs)`` gives a Work."""
 
-    Attributes:
-        communicator: comm.base.Communicator, of a module above; its launch(operation, out, *inputs) returns a Work.
-        operation: which collective, with all arguments but the arrays (comm.base.Operation).
-        inputs: the array to send, and what the transport needs beside it.
-        out: the array that holds the result after the Wait; the first of ``inputs`` where the collective is in place.
-        flight: shared with the Wait.
-    """
-
-    communicator: Any
-    operation: Any
-    inputs: tuple[Any, ...]
-    out: Any
-    flight: Flight
+    communicator: Any  # comm.base.Communicator, of a module above
+    operation: Any  # which collective, with all arguments but the arrays (comm.base.Operation)
+    inputs: tuple[Any, ...]  # the array to send, and what the transport needs beside it
+    out: Any  # has the result after the Wait; the first of the inputs where the collective is in place
+    flight: Flight  # shared with the Wait
     phase: ClassVar[str] = "Dist"
 
     @property
@@ -137,18 +119,12 @@ class Collective(ArrayNode):
 
 @dataclass(frozen=True)
 class Wait(ArrayNode):
-    """Waiting for a collective.
+    """Waiting for a collective, whose arrays are in use until here."""
 
-    Attributes:
-        flight: shared with the Collective.
-        inputs, out: the Collective's, which are in use until here.
-        timeout_s: as given to ``Work.wait``.
-    """
-
-    flight: Flight
+    flight: Flight  # shared with the Collective
     inputs: tuple[Any, ...]
     out: Any
-    timeout_s: float | None
+    timeout_s: float | None  # as given to ``Work.wait``
     name: ClassVar[str] = "Dist.wait"
     phase: ClassVar[str] = "Dist"
 
@@ -176,13 +152,10 @@ class PythonCall:
 
 @dataclass(frozen=True)
 class Host(PythonCall):
-    """Python that runs at every replay.
+    """Python that runs at every replay."""
 
-    Attributes:
-        sees_arrays: whether it reads or writes arrays, so that it must run at its position: a CUDA graph ends before it
-            and another begins after it. False for what only counts.
-    """
-
+    # whether it reads or writes arrays, and must run at its position: a CUDA graph ends before it and another begins
+    # after it; False for what only counts
     sees_arrays: bool
 
     @property
@@ -197,25 +170,13 @@ class Join(Host):
 
 @dataclass(frozen=True)
 class Fork(Host):
-    """Python that decides at every replay whether the nodes up to its join are run.
-
-    Attributes:
-        function: gives whether they are.
-        join: the node behind them.
-    """
+    """Python whose result decides at every replay whether the nodes up to its ``join`` are run."""
 
     join: Join
 
-    def decide(self) -> bool:
-        """Call ``function``; return what it gives."""
-        return bool(self.function(*self.arguments))
-
 
 class StreamSwitch(PythonCall):
-    """A change of the stream that a device's kernels go to, or an event between streams; no backend of the CPU has any.
-
-    It is called where the nodes run or are captured one by one.
-    """
+    """A change of the stream that a device's kernels go to, or an event between streams; none on the CPU."""
 
     name: ClassVar[str] = "Dist.stream"
 
@@ -237,7 +198,7 @@ def run_steps(steps: Iterable[Callable[[], None]], after_each: Callable[[], None
             end = None
             if not isinstance(step, Fork):
                 step()
-            elif not step.decide():
+            elif not step.function(*step.arguments):
                 end = step.join
         if after_each is not None:
             after_each()

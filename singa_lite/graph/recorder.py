@@ -46,6 +46,8 @@ class Recorder:
         casts_again: whether an array was cast again which nothing on the tape has changed, see ``cast``.
         around_host: makes the ``with`` block in which Python runs that replays run too.
         ends_of_gradients: memory of inputs of operators, to which ``backward`` gave no gradient as they take none.
+        joins: of forks that have not ended.
+        updates_in_parts: whether an optimizer changes some parameters before others.
         phase: "Backward" from a call of autograd.backward to the next operator that is recorded, else "Forward".
     """
 
@@ -59,6 +61,8 @@ class Recorder:
         self.casts_again = False
         self.around_host: Callable[[], AbstractContextManager[None]] = nullcontext
         self.ends_of_gradients: set[Memory] = set()
+        self.joins: list[Join] = []
+        self.updates_in_parts = False
         self.phase = "Forward"
         self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
         self._watches: list[Any] = []  # weak references to those arrays
@@ -68,11 +72,9 @@ class Recorder:
         # by what was cast, and to which dtype: a weak reference to the result, and the versions of both then
         self._casts: dict[tuple[View, Any], tuple[Any, tuple[int, ...]]] = {}
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
-        self.joins: list[Join] = []  # of forks that have not ended
         # by the id of an array's root: what another thread has done to it, and a weak reference to it
         self._read_elsewhere: dict[int, tuple[str, Any]] = {}
         self._written_elsewhere: dict[int, tuple[str, Any]] = {}
-        self.updates_in_parts = False  # whether an optimizer changes some parameters before others
 
     def recording(self) -> AbstractContextManager[None]:
         """Record what this thread does inside the ``with`` block."""
@@ -150,13 +152,13 @@ class Recorder:
         source, key = self._known_or_kept(array), (self._view(array), dtype)
         watch, versions = self._casts.get(key, (lambda: None, ()))
         found = watch()
-        is_exposed = self.break_reason is not None or id(root_of(array)) in state.exposed
-        is_fresh = found is not None and versions == self._versions(source, found)
-        self.casts_again |= is_fresh and is_exposed
-        if found is None or is_exposed or not is_fresh:
-            found = backend.empty(array.shape, dtype)
-            backend.run("cast", array, out=found)
-            self._casts[key] = weakref.ref(found), self._versions(source, found)
+        if found is not None and versions == self._versions(source, found):
+            if self.break_reason is None and id(root_of(array)) not in state.exposed:
+                return found
+            self.casts_again = True
+        found = backend.empty(array.shape, dtype)
+        backend.run("cast", array, out=found)
+        self._casts[key] = weakref.ref(found), self._versions(source, found)
         return found
 
     def _versions(self, source: Memory, result: Array) -> tuple[int, ...]:
@@ -251,9 +253,8 @@ class Recorder:
                 node.flight.work = None
         self._check_reads_elsewhere()
         for tensor, memory in self._passed:
-            root = root_of(tensor.array)
             if self._known(tensor.array) is memory:
-                memory.owner = root
+                memory.owner = root_of(tensor.array)
             else:
                 self.break_graph("a host node has replaced the array of a tensor")
 
@@ -317,8 +318,7 @@ def host(function: Callable[..., Result], *arguments: Any) -> Result:
     recorder: Recorder | None = this_thread.recorder
     if recorder is None:
         return function(*arguments)
-    result: Result = recorder.host(Host(function, arguments, sees_arrays=True))
-    return result
+    return recorder.host(Host(function, arguments, sees_arrays=True))  # type: ignore[no-any-return]
 
 
 def fork(function: Callable[..., bool], *arguments: Any, reason: str = "a part of it") -> bool:
@@ -329,16 +329,15 @@ def fork(function: Callable[..., bool], *arguments: Any, reason: str = "a part o
     """
     recorder: Recorder | None = this_thread.recorder
     if recorder is None:
-        is_taken = function(*arguments)
-    else:
-        if any(isinstance(node, Fork) for node in recorder.nodes):
-            recorder.break_graph("two parts of it may be left out, the second of which depends on the first")
-        end = Join(_joined, (), sees_arrays=True)
-        is_taken = recorder.host(Fork(function, arguments, sees_arrays=True, join=end))
-        recorder.joins.append(end)
-        if not is_taken:
-            recorder.is_partial = True
-            recorder.break_graph(f"{reason} was left out", is_lasting=False)
+        return function(*arguments)
+    if any(isinstance(node, Fork) for node in recorder.nodes):
+        recorder.break_graph("two parts of it may be left out, the second of which depends on the first")
+    end = Join(_joined, (), sees_arrays=True)
+    is_taken: bool = recorder.host(Fork(function, arguments, sees_arrays=True, join=end))
+    recorder.joins.append(end)
+    if not is_taken:
+        recorder.is_partial = True
+        recorder.break_graph(f"{reason} was left out", is_lasting=False)
     return is_taken
 
 
@@ -398,8 +397,7 @@ def guard_ahead(key: Hashable, ahead: int, function: Callable[[int], Hashable]) 
     Args:
         key: what it is about.
         ahead: as ``steps_since_start`` gives it.
-        function: gives the value of the part that comes after so many others: ``function(0)`` is asked now, and
-            ``function(ahead)`` before a replay.
+        function: called with 0 now, and with ``ahead`` before a replay: after how many others the part comes then.
     """
     recorder: Recorder | None = this_thread.recorder
     if recorder is not None and (key, ahead) not in recorder.guards:
@@ -426,13 +424,7 @@ def break_graph(reason: str) -> None:
 
 
 def tell_other_threads(what: str, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> None:
-    """Report to recorders of other threads what this thread does to arrays, unless it records a step itself.
-
-    Args:
-        what: it does, for people.
-        inputs: arrays that it reads.
-        outputs: arrays that it writes.
-    """
+    """Report what this thread does to arrays to the recorders of other threads, unless it records a step itself."""
     if this_thread.recorder is None:
         for recorder in list(state.recorders):
             recorder.note_elsewhere(what, inputs, outputs)
@@ -449,14 +441,15 @@ def unrecorded() -> AbstractContextManager[None]:
 @contextmanager
 def _recorder_of_thread(recorder: Recorder | None) -> Iterator[None]:
     before = this_thread.recorder
-    _switch_recorder(before, recorder)
+    switch_recorder(before, recorder)
     try:
         yield
     finally:
-        _switch_recorder(recorder, before)
+        switch_recorder(recorder, before)
 
 
-def _switch_recorder(before: Recorder | None, after: Recorder | None) -> None:
+def switch_recorder(before: Recorder | None, after: Recorder | None) -> None:
+    """Have ``after`` record what this thread does, instead of ``before``; None: nothing."""
     this_thread.recorder = after
     if before is not after:
         state.recorders.discard(before)

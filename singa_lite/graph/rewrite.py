@@ -7,7 +7,6 @@ What does not: which kernels fuse, which each backend knows (backend/cpu/fuse.py
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -137,9 +136,9 @@ class GraphRewriter:
 def pack_in_place(nodes: list[Node]) -> list[Node]:
     """Compute what a "pack" joins right in the joined array, so that the pack need not run.
 
-    Done for an input that only the nodes before the pack use, if none of these uses the joined array meanwhile, that is
-    no such joined array itself, and where its part begins as the backend wants arrays to begin: a library may compute
-    other bits elsewhere. The others are copied there one by one.
+    Done for an input that is all of a piece of memory, packed once, that only the nodes before the pack use, if none of
+    these uses the joined array meanwhile, that is no such joined array itself, and where its part begins as the backend
+    wants arrays to begin: a library may compute other bits elsewhere. The others are copied there one by one.
     """
     users: dict[Memory, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
@@ -154,14 +153,16 @@ def pack_in_place(nodes: list[Node]) -> list[Node]:
             continue
         joined, left = pack.out.memory, list[Node]()
         for source, target in zip(pack.inputs, _parts(pack), strict=True):
-            first, last = users[source.memory][0], users[source.memory][-1]
-            is_made = source.memory not in {view.memory for view in nodes[first].inputs}
+            memory = source.memory
+            first, last = users[memory][0], users[memory][-1]
+            is_made = memory not in {view.memory for view in nodes[first].inputs}
             is_free = not any(first <= n < number for n in (*users[joined], *hosts))
             is_aligned = target.offset % pack.backend.alignment_bytes == 0
-            is_joined = source.memory in joins  # what it consists of is computed there
-            is_only = is_made and last == number and _is_only_for(pack, source) and not is_joined
-            if is_free and is_aligned and is_only:
-                moved[source.memory] = target
+            is_once = sum(view.memory is memory for view in pack.inputs) == 1
+            is_only = last == number and memory.owner is None and source.is_whole and is_once
+            # what a joined array consists of is computed there
+            if is_made and is_free and is_aligned and is_only and memory not in joins:
+                moved[memory] = target
                 joins.add(joined)
             else:
                 left.append(replace(pack, name="copy", inputs=(source,), out=target, attributes={}))
@@ -183,10 +184,4 @@ def _parts(pack: Kernel) -> Iterator[View]:
     offset = pack.out.offset
     for source in pack.inputs:
         yield View(pack.out.memory, offset, source.shape, source.dtype, row_major(source.shape, source.dtype))
-        offset += -(-math.prod(source.shape) * source.dtype.itemsize // alignment) * alignment
-
-
-def _is_only_for(pack: Kernel, source: View) -> bool:
-    """Return whether ``source`` is all of a piece of memory that only the step itself needs, packed once."""
-    is_once = sum(view.memory is source.memory for view in pack.inputs) == 1
-    return source.memory.owner is None and source.is_whole and is_once
+        offset += -(-source.num_bytes // alignment) * alignment

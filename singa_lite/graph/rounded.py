@@ -117,16 +117,15 @@ def keep_copies(nodes: list[Node], copies: MutableMapping[int, Array]) -> tuple[
     if any(isinstance(node, StreamSwitch) or (isinstance(node, Host) and node.sees_arrays) for node in nodes):
         return nodes, 0, []
     graph = GraphRewriter(nodes, lambda view: True)
-    casts: dict[int, Array] = {}  # parameters, by the numbers of their casts
-    repeated: set[int] = set()  # numbers of casts whose result is that of one in ``casts``
-    changed = list(nodes)
+    casts: list[Node] = []
+    params: list[Array] = []
     for number, cast in enumerate(nodes):
         if not isinstance(cast, Kernel) or not _rounds_parameter(cast):
             continue
         (param,), copy = cast.inputs, cast.out
         owner = param.memory.owner
         last = graph.writers(param)
-        update = changed[last[0]] if len(last) == 1 else None
+        update = graph.nodes[last[0]] if len(last) == 1 else None
         if (
             isinstance(update, Kernel)
             and cast.backend.rounds_updates(update, param)
@@ -135,20 +134,17 @@ def keep_copies(nodes: list[Node], copies: MutableMapping[int, Array]) -> tuple[
         ):
             position = update.outputs.index(param)
             rounded = update.attributes.get("rounded", ())
-            if position in rounded:
-                copy.memory.owner = copies[id(owner)]
-                repeated.add(number)
-                continue
-            attributes = {**update.attributes, "rounded": (*rounded, position)}
-            changed[last[0]] = replace(update, out=(*update.outputs, copy), attributes=attributes)
-            casts[number] = owner
             known = copies.get(id(owner))
-            if known is None or (known.shape, known.dtype) != (copy.shape, copy.dtype):
-                known = copies[id(owner)] = cast.backend.empty(copy.shape, copy.dtype)
+            if position not in rounded:  # else an earlier cast gives the same
+                attributes = {**update.attributes, "rounded": (*rounded, position)}
+                graph.nodes[last[0]] = replace(update, out=(*update.outputs, copy), attributes=attributes)
+                casts.append(replace(cast, phase="Forward"))
+                params.append(owner)
+                if known is None or (known.shape, known.dtype) != (copy.shape, copy.dtype):
+                    known = copies[id(owner)] = cast.backend.empty(copy.shape, copy.dtype)
             copy.memory.owner = known
-            changed[number] = replace(cast, phase="Forward")
-    rest = [node for number, node in enumerate(changed) if number not in casts and number not in repeated]
-    return [*(changed[number] for number in casts), *rest], len(casts), list(casts.values())
+            graph.nodes[number] = None  # not by put: readers and writers are those before
+    return [*casts, *graph.rest()], len(casts), params
 
 
 def _rounds_parameter(cast: Kernel) -> bool:

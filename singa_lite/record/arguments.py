@@ -128,10 +128,16 @@ def repeats(tensors: list[Tensor], others: Mapping[int, Any]) -> tuple[tuple[int
         roots.add(id(array if array.base is None else root_of(array)))
     if len(roots) == len(tensors) and roots.isdisjoint(others):
         return None
+    numbers = aliases(tensors)
+    different = [tensors[number].array for number in dict.fromkeys(numbers)]
+    has_overlap = not roots.isdisjoint(others) or any(_overlap(a, b) for a, b in combinations(different, 2))
+    return tuple(numbers), has_overlap
+
+
+def aliases(tensors: list[Tensor]) -> list[int]:
+    """Return for each of ``tensors`` the number of the first that is the same object."""
     first: dict[int, int] = {}
-    numbers = tuple([first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)])
-    different = [tensors[number].array for number in first.values()]
-    return numbers, not roots.isdisjoint(others) or any(_overlap(a, b) for a, b in combinations(different, 2))
+    return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
 
 
 def _overlap(a: Any, b: Any) -> bool:  # Any: arrays

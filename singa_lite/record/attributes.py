@@ -32,6 +32,7 @@ from ..graph.recorder import Recorder
 from ..layer.base import Layer, is_parameter, layers_of
 from ..tensor import Tensor
 from ..tensor.pytree import flatten, rebuild
+from .arguments import aliases
 from .watched import watched
 
 READ = (
@@ -80,19 +81,14 @@ class Attribute:
 
 
 class Change(NamedTuple):
-    """The change of an attribute by a step.
+    """The change of an attribute by a step."""
 
-    Attributes:
-        before: the attribute before the recorded step, whose structure a replay must find.
-        value: what the step set it to, with any Tensors, or Absent.
-        sources: of each Tensor in ``value``: its number among those held before a step and, after them, those made.
-        is_in_place: whether the step changed the list or dict that it found.
-    """
-
-    before: Attribute
-    value: Any
-    sources: list[int]
-    is_in_place: bool
+    before: Attribute  # as it was before the recorded step, whose structure a replay must find
+    value: Any  # what the step set it to, with any Tensors, or Absent
+    sources: list[
+        int
+    ]  # of each Tensor in it: its number among those held before a step and, after them, those made
+    is_in_place: bool  # whether the step changed the list or dict that it found
 
     def repeat(self, tensors: list[Tensor]) -> None:
         """Do the same with the ``tensors`` of a replay, held and made."""
@@ -148,12 +144,13 @@ class Attributes:
             recorder.break_graph(reason)
         before, self.before = self.before, {}
         after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
-        set_by_step = _new_tensors(before, after)
+        known = {id(tensor) for tensor in _tensors_of(before.values())}
+        set_by_step = [weakref.ref(each) for each in _tensors_of(after.values()) if id(each) not in known]
         states = self._states_of_model()
         for found in before.values():
             if list(map(_flags_of, found.tensors)) != found.flags:
-                reason = f"it set requires_grad or stores_grad of a tensor in {found.label}"
-                recorder.break_graph(reason, is_lasting=False)
+                what = f"it set requires_grad or stores_grad of a tensor in {found.label}"
+                recorder.break_graph(what, is_lasting=False)
         changed: dict[Hashable, tuple[Attribute, Attribute]] = {}
         for key, new in after.items():
             old = before.get(key) or Attribute(new.layer, new.name, new.label, Absent)
@@ -198,19 +195,17 @@ class Attributes:
             if view.memory in behind_gradients:
                 self._ends.append((number, tensor.creator is None))
             if tensor.is_recorded:
-                reason = f"{label} was made by a recorded operator of an earlier step; use clone()"
-                recorder.break_graph(reason, is_lasting=False)
+                reason = f"{label} was made by a recorded operator of an earlier step"
             elif recorder.writes([tensor.array]):
-                recorder.break_graph(
-                    f"it changes {label} in place and sets it; use clone()", is_lasting=False
-                )
+                reason = f"it changes {label} in place and sets it"
             elif not view.is_whole or uses[id(root_of(tensor.array))] > 1:
-                reason = f"{label} shares its memory with another tensor; use clone()"
-                recorder.break_graph(reason, is_lasting=False)
+                reason = f"{label} shares its memory with another tensor"
             else:
                 recorder.take_inputs([tensor.array])
                 self.inputs.append(tensor)
                 self._read.append(number)
+                continue
+            recorder.break_graph(f"{reason}; use clone()", is_lasting=False)
 
     def _pin(
         self,
@@ -238,7 +233,7 @@ class Attributes:
             is_in_place = new.value is old.value and isinstance(new.value, (list, dict))
             self._changes[key] = Change(old, value, sources, is_in_place)
         self._made = tensors[len(self._held) :]
-        self._aliases = _aliases(self._held)
+        self._aliases = aliases(self._held)
         known = {id(each): each for each in (*self._held, *inputs, *self._states_of_model().values())}
         roots = Counter(id(root_of(tensor.array)) for tensor in (*known.values(), *self._made))
         views = [
@@ -254,11 +249,9 @@ class Attributes:
     def fit(self) -> bool:
         """Return whether all attributes are as the recorded step found them."""
         for tensor, array, stores_grad, requires_grad in self._states:
-            if (
-                tensor.array is not array
-                or tensor.stores_grad != stores_grad
-                or tensor.requires_grad != requires_grad
-            ):
+            if tensor.array is not array or tensor.stores_grad != stores_grad:
+                return False
+            if tensor.requires_grad != requires_grad:
                 return False
         found = list(map(vars, self._layers))  # without a call of Python
         objects = compress(chain.from_iterable(map(dict.values, found)), self._is_other)
@@ -277,22 +270,22 @@ class Attributes:
         for number, is_leaf in self._ends:
             if (self._held[number].creator is None) != is_leaf:
                 return False
-        return not (self._held or self._aliases) or _aliases(self._held) == self._aliases
+        return not (self._held or self._aliases) or aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:
         """Return whether the attributes that do not change are as they were; at once until one holds another object."""
         others = self._find_others()
-        is_same = others.keys() == self._others.keys() and all(
-            other.is_like(self._others[key]) for key, other in others.items()
-        )
-        if is_same:
-            self._layers = [layer for _, layer in layers_of(self._model)]
-            found = list(map(vars, self._layers))
-            self._names = [*map(len, found), *chain.from_iterable(found)]
-            keys = [(id(layer), name) for layer in self._layers for name in vars(layer)]
-            self._is_other = [key in others for key in keys]
-            self._objects = [others[key].value for key in keys if key in others]
-        return is_same
+        if others.keys() != self._others.keys():
+            return False
+        if not all(other.is_like(self._others[key]) for key, other in others.items()):
+            return False
+        self._layers = [layer for _, layer in layers_of(self._model)]
+        found = list(map(vars, self._layers))
+        self._names = [*map(len, found), *chain.from_iterable(found)]
+        keys = [(id(layer), name) for layer in self._layers for name in vars(layer)]
+        self._is_other = [key in others for key in keys]
+        self._objects = [others[key].value for key in keys if key in others]
+        return True
 
     def _find_others(self) -> dict[Hashable, Attribute]:
         return {key: found for key, found in _attributes_of(self._model).items() if key not in self._changes}
@@ -322,10 +315,8 @@ class Attributes:
     def watched_in_replay(self, on_read: Callable[[str], None] | None = None) -> AbstractContextManager[None]:
         """Watch the attributes that a replay sets later than the step did; by default a read is a GraphError."""
         late = [self._changes[key].before for key in self._changes.keys() & self._set_before_host]
-        return watched(
-            [(each.layer, each.name) for each in late if each.name in vars(each.layer)],
-            on_read or _refuse_read,
-        )
+        attributes = [(each.layer, each.name) for each in late if each.name in vars(each.layer)]
+        return watched(attributes, on_read or _refuse_read)
 
     def watched_while_recorded(self, recorder: Recorder) -> AbstractContextManager[None]:
         """Watch the attributes that the step has set so far; a read breaks the graph."""
@@ -385,14 +376,6 @@ def _tensors_of(attributes: Iterable[Attribute]) -> list[Tensor]:
     return [tensor for attribute in attributes for tensor in attribute.tensors]
 
 
-def _new_tensors(
-    before: dict[Hashable, Attribute], after: dict[Hashable, Attribute]
-) -> list[weakref.ref[Tensor]]:
-    """Return the Tensors that attributes hold after a step and did not before, without keeping them alive."""
-    known = {id(tensor) for tensor in _tensors_of(before.values())}
-    return [weakref.ref(tensor) for tensor in _tensors_of(after.values()) if id(tensor) not in known]
-
-
 def _flags_of(tensor: Tensor) -> tuple[bool, bool]:
     return tensor.requires_grad, tensor.stores_grad
 
@@ -408,21 +391,13 @@ def _why_not_repeated(old: Attribute, new: Attribute, states: Container[int]) ->
     """Why a replay cannot set an attribute as the step did; None if it can."""
     if any(id(tensor) in states for tensor in (*old.tensors, *new.tensors)):
         return f"it made or replaced parameters or buffers ({new.label})"
-    arrays = {id(tensor): array for tensor, array in zip(old.tensors, old.arrays, strict=True)}
-    if any(
-        arrays.get(id(tensor), array) is not array
-        for tensor, array in zip(new.tensors, new.arrays, strict=True)
-    ):
+    arrays = dict(zip(map(id, old.tensors), old.arrays, strict=True))
+    current = zip(map(id, new.tensors), new.arrays, strict=True)
+    if any(arrays.get(tensor, array) is not array for tensor, array in current):
         return f"it replaced the array of a tensor in {new.label}"
     if any(all(value is not known for known in old.objects) for value in new.objects):
         return f"it set {new.label}, to an object that a replay cannot make"
     return None
-
-
-def _aliases(tensors: list[Tensor]) -> list[int]:
-    """Return for each of ``tensors`` the number of the first that is the same object."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
 
 
 def pinned(tensor: Tensor, recorder: Recorder) -> Tensor:

@@ -33,7 +33,7 @@ from ..tensor.pytree import OpaqueLeafError, flatten, leaves
 from ..users_line import warn
 from .arguments import repeats
 from .record import Known, Record, RecordInfo, replays_before_check
-from .run import Run, written_by
+from .run import Run
 from .variables import OF_ALL_TENSORS
 
 # all of one model, with order="fixed" of one microbatch of it
@@ -60,33 +60,19 @@ name_of = attrgetter("name")
 
 @dataclass
 class Kind:
-    """The records of calls that are alike but for values.
+    """The records of calls that are alike but for values."""
 
-    Attributes:
-        label: for people.
-        types: of the arguments, behind the microbatch.
-        microbatch: see Note [microbatches]; None with any other order.
-        records: they differ in their guards and in the attributes they found.
-        misses: recordings since the last replay.
-        drops: how often all its records were dropped for others before they were replayed much.
-        retries: of steps that broke, but need not the next time.
-        last_reason: why the last of them did.
-        break_reason: why such calls run eagerly for good.
-        is_checked: whether a call whose inputs the model holds has shown what the step writes.
-        is_settled: whether the step itself is the reason, in another run as well, and not what calls came before.
-    """
-
-    label: str
-    types: Hashable
-    microbatch: int | None
-    records: list[Record] = field(default_factory=list)
-    misses: int = 0
-    drops: int = 0
-    retries: int = 0
-    last_reason: str | None = None
-    break_reason: str | None = None
-    is_settled: bool = False
-    is_checked: bool = False
+    label: str  # for people
+    types: Hashable  # of the arguments, behind the microbatch
+    microbatch: int | None  # see Note [microbatches]; None with any other order
+    records: list[Record] = field(default_factory=list)  # they differ in guards and in attributes they found
+    misses: int = 0  # recordings since the last replay
+    drops: int = 0  # how often all its records were dropped for others before they were replayed much
+    retries: int = 0  # of steps that broke, but need not the next time
+    last_reason: str | None = None  # why the last of them did
+    break_reason: str | None = None  # why such calls run eagerly for good
+    is_settled: bool = False  # whether the step itself is the reason, and not what calls came before
+    is_checked: bool = False  # whether a call whose inputs the model holds has shown what the step writes
 
 
 class Records:
@@ -135,7 +121,8 @@ class Records:
         with self._lock:
             if num_dropped != self._num_dropped:
                 self._num_dropped = num_dropped
-                self._postpone_records()
+                for record in self._all_records():
+                    record.num_left = 0
             kind, tensors = self._kind_of(arguments, options, precision, microbatch)
             if kind.break_reason is None:
                 known: Known = {}
@@ -154,9 +141,7 @@ class Records:
                 if self._may_record(kind, tensors):
                     if not kind.is_checked and self._share_memory(model, tensors):
                         return self._note_writes(kind, model, arguments, options)
-                    result = self._record(kind, model, arguments, options)
-                    self._drop_oldest(microbatch)
-                    return result
+                    return self._record(kind, model, arguments, options)
         return model.run_train_one_batch(*arguments, **options)
 
     def _run_postponed(
@@ -219,8 +204,10 @@ class Records:
         return result
 
     def _note_written(self, recorder: Recorder) -> None:
-        for key, array in written_by(recorder).items():
-            self._written[key] = weakref.ref(array, partial(self._written.pop, key))
+        """Note the arrays that outlive a step and that its tape writes."""
+        owners = (view.memory.owner for node in recorder.nodes for view in node.outputs)
+        for array in (root_of(owner) for owner in owners if owner is not None):
+            self._written[id(array)] = weakref.ref(array, partial(self._written.pop, id(array)))
 
     def _record(self, kind: Kind, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the step and keep its record, or note why it cannot be replayed; return what the step returned."""
@@ -229,9 +216,9 @@ class Records:
         try:
             run = Run(model, arguments, options, self._idle_arenas())
             if run.recorder.break_reason is None:
-                record = Record(run, self._arenas, self._copies)
-                kind.records.insert(0, record)
+                kind.records.insert(0, Record(run, self._arenas, self._copies))
                 self._note_written(run.recorder)
+                self._drop_oldest(kind.microbatch)
         finally:
             self._recorded = None
         recorder = run.recorder
@@ -259,9 +246,9 @@ class Records:
 
     def _idle_arenas(self) -> list[Any]:
         """Return the arenas, after the collectives in flight: those of a step that has failed still use them."""
-        records = [record for kind in self._kinds.values() for record in kind.records]
-        for communicator in dict.fromkeys(each for record in records for each in record.communicators):
-            communicator.wait_all()
+        for record in self._all_records():
+            for communicator in record.communicators:
+                communicator.wait_all()
         return self._arenas
 
     def _drop_oldest(self, microbatch: int | None) -> None:
@@ -294,9 +281,7 @@ class Records:
         if key not in self._kinds:
             self._forget_kind(microbatch)
             reason = reason or _unfit(tensors, shared is not None and shared[1])
-            label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
-            label += "" if this_thread.recording else ", no_grad"
-            label += "" if microbatch is None else f", microbatch {microbatch}"
+            label = _label((*arguments, *options.values()), precision, microbatch)
             self._kinds[key] = Kind(label, types, microbatch, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors if shared is None else list(dict.fromkeys(tensors))
@@ -336,14 +321,12 @@ class Records:
         for kind in self._kinds.values():
             kind.misses = kind.retries = kind.drops = 0
             kind.is_checked = False
-            for record in kind.records:
-                record.num_replays = REPLAYS_PAID  # its drop does not count: a run that goes on has none yet
-        self._postpone_records()
+        for record in self._all_records():
+            record.num_replays = REPLAYS_PAID  # its drop does not count: a run that goes on has none yet
+            record.num_left = 0
 
-    def _postpone_records(self) -> None:
-        for kind in self._kinds.values():
-            for record in kind.records:
-                record.num_left = 0
+    def _all_records(self) -> list[Record]:
+        return [record for kind in self._kinds.values() for record in kind.records]
 
     def clear(self) -> None:
         """Forget all records."""
@@ -357,12 +340,13 @@ class Records:
         return Records, ()
 
 
-def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """Describe the arguments of a call for people."""
-    return ", ".join(
-        f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        for value in (*arguments, *options.values())
-    )
+def _label(values: tuple[Any, ...], precision: str, microbatch: int | None) -> str:
+    """Describe a call with these arguments for people."""
+    parts = [f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in values]
+    parts += [precision] if precision != "fp32" else []
+    parts += ["no_grad"] if not this_thread.recording else []
+    parts += [f"microbatch {microbatch}"] if microbatch is not None else []
+    return ", ".join(parts)
 
 
 def _unfit(tensors: list[Tensor], has_overlap: bool) -> str | None:

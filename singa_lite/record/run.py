@@ -18,7 +18,6 @@ from ..autograd.engine import RecordedStep
 from ..config import this_thread
 from ..device import get_default_device
 from ..graph.compare import Tape, difference
-from ..graph.memory import root_of
 from ..graph.nodes import Host
 from ..graph.recorder import Recorder
 from ..layer.base import layers_of
@@ -177,12 +176,6 @@ class Results:
         """Give the Tensors in ``result``, which ``new`` returned, the memory of those of the step."""
         for clone, kept in zip(leaves(result), self._kept, strict=True):
             clone.array = kept.array
-
-
-def written_by(recorder: Recorder) -> dict[int, Any]:
-    """Return the arrays that outlive a step and that its tape writes, by their ids."""
-    owners = (view.memory.owner for node in recorder.nodes for view in node.outputs)
-    return {id(array): array for array in (root_of(owner) for owner in owners if owner is not None)}
 
 
 def _numbers(value: Any) -> list[float]:

@@ -23,15 +23,15 @@ and what each kind of container holds (containers.py).
 from __future__ import annotations
 
 import io
-import itertools
 import random
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cached_property, partial, partialmethod, singledispatchmethod
+from itertools import chain, count, repeat
 from operator import attrgetter, is_, methodcaller
 from types import FunctionType, GenericAlias, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -71,17 +71,8 @@ DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmeth
 NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
 # attributes of Tensors that are looked at elsewhere; a name is not
 OF_ALL_TENSORS = frozenset(
-    [
-        "device",
-        "array",
-        "requires_grad",
-        "stores_grad",
-        "creator",
-        "creator_output",
-        "_grad",
-        "_has_fresh_grad",
-        "_is_parameter",
-    ]
+    {"device", "array", "requires_grad", "stores_grad", "creator", "creator_output"}
+    | {"_grad", "_has_fresh_grad", "_is_parameter"}
 )
 MODES = {"_has_mode", "_is_compiled", "_precision"}  # of a Model, by which it chooses what a call does
 MAKES_CLASSES = ("__new__", "__init__", "__prepare__")  # of a metaclass
@@ -96,21 +87,6 @@ LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when
 
 # label of a variable, for people; what reads it, or returns Absent
 Location = tuple[str, Callable[[], object]]
-
-
-class Variable(NamedTuple):
-    """A variable at one moment.
-
-    Attributes:
-        label, read: where it is.
-        value: what it held.
-        content: what a container or an object held, the array and flags of a Tensor; None for what cannot change.
-    """
-
-    label: str
-    read: Callable[[], object]
-    value: object
-    content: Hashable
 
 
 class Variables:
@@ -148,32 +124,34 @@ class Variables:
         self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         self.tensors: dict[int, Tensor] = {}
         self.compares_identities = False
-        held = [(found, value) for found in attributes for value in _objects_in(found)]
-        given = [
-            node for value in (*arguments, *(found.value for found in attributes)) for node in nodes(value)
+        # of attributes, what they hold beside Tensors and plain values
+        held = [
+            (found, value)
+            for found in attributes
+            for value in (*found.objects, *leaves(found.value, (FunctionType, DecayScheduler)))
         ]
-        for value in (*(type(layer) for layer in layers), *(value for _, value in held), *given):
+        given = chain.from_iterable(map(nodes, [*arguments, *(found.value for found in attributes)]))
+        for value in (*map(type, layers), *(value for _, value in held), *given):
             self._follow(value)
-        tensors = [(found.label, tensor) for found in attributes for tensor in found.tensors]
         known, nested = -1, list[Location]()
         while known != (known := len(self._names) + len(self._seen) + len(self._locations)):
             nested = [
-                (found.label, itertools.repeat(value).__next__)  # which always gives it
+                _constant(found.label, value)
                 for found, value in held
                 # the latter by a property
                 if not self._names.isdisjoint((found.name, found.name.lstrip("_")))
             ]
-            nested += [
-                (label, itertools.repeat(tensor).__next__)
-                for label, tensor in tensors
-                if self._names_of_tensor(tensor)
-            ]
+            for found in attributes:
+                nested += [
+                    _constant(found.label, each) for each in found.tensors if self._names_of_tensor(each)
+                ]
             self._expand(nested)  # which may name more
             for kind in [*self._metaclasses]:
                 self._follow_metaclass(kind)
         self._locations += self._locations_in_package()
+        # where each is, what it held, and the content of that
         self._variables = [
-            Variable(label, read, value := read(), self._content(value))
+            (label, read, value := read(), self._content(value))
             for label, read in (*self._locations, *nested)
         ]
         self._parts = list(map(PARTS, self._functions))
@@ -205,10 +183,8 @@ class Variables:
                 content is not None and self._content(now) != content
             ):
                 return label
-        for function, now, then in zip(
-            self._functions, map(PARTS, self._functions), self._parts, strict=True
-        ):
-            if not all(map(is_, now, then)):
+        for function, parts in zip(self._functions, self._parts, strict=True):
+            if not all(map(is_, PARTS(function), parts)):
                 return f"the code or the defaults of {function.__name__}"
         return None
 
@@ -224,9 +200,7 @@ class Variables:
                 self._follow(value)
                 if isinstance(value, Tensor):
                     self.tensors[id(value)] = value
-                if isinstance(value, (Iterator, Coroutine)) and not isinstance(
-                    value, (itertools.count, io.IOBase)
-                ):
+                if isinstance(value, (Iterator, Coroutine)) and not isinstance(value, (count, io.IOBase)):
                     self._iterators[label] = None
                 if _is_fixed(value) or id(value) in expanded:
                     continue
@@ -237,11 +211,11 @@ class Variables:
                 if isinstance(value, containers()):
                     if held_by(value) and not isinstance(value, dict):
                         nested += self._attributes(label, value)  # of a subclass
-                    within += [(label, itertools.repeat(item).__next__) for item in items_of(value)]
+                    within += [_constant(label, item) for item in items_of(value)]
                     for key in keys_of(value):
                         self.compares_identities |= isinstance(key, Tensor)
                         self._follow(key)
-                        nested += [(label, itertools.repeat(key).__next__), *self._attributes(label, key)]
+                        nested += [_constant(label, key), *self._attributes(label, key)]
                 else:
                     (within if locations is within else nested).extend(self._attributes(label, value))
 
@@ -264,8 +238,8 @@ class Variables:
                 self._follow_function(value)
             self._follow(vars(value).get("__wrapped__"))
             if isinstance(registry := getattr(value, "registry", None), MappingProxyType):
-                label = f"what {value.__name__} calls by type"  # of functools.singledispatch
-                self._locations.append((label, itertools.repeat(registry).__next__))
+                # of functools.singledispatch
+                self._locations.append(_constant(f"what {value.__name__} calls by type", registry))
                 self._follow(registry)
         elif isinstance(value, type):
             for kind in filter(is_users, value.__mro__):
@@ -338,13 +312,11 @@ class Variables:
         for name, value in vars(function).items():
             self._add(f"the variable {function.__name__}.{name}", vars(function), name)
             self._follow(value)
-        if function.__kwdefaults__:
-            label = f"the keyword defaults of {function.__name__}"
-            self._locations.append((label, itertools.repeat(function.__kwdefaults__).__next__))
+        if defaults := function.__kwdefaults__:
+            self._locations.append(_constant(f"the keyword defaults of {function.__name__}", defaults))
         for name, value in defaults_of(function).items():
             if not _is_fixed(value):
-                label = f"the default of {name} in {function.__name__}"
-                self._locations.append((label, itertools.repeat(value).__next__))
+                self._locations.append(_constant(f"the default of {name} in {function.__name__}", value))
             self._follow(value)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             read = partial(value_of_cell, cell)
@@ -382,7 +354,7 @@ class Variables:
     # ---- what they hold ------------------------------------------------------------------------------
 
     def _content(self, value: object) -> Hashable:
-        """Return a value that differs once a container or Tensor has changed; None for an object without content."""
+        """Return a value that differs once a container or Tensor has changed; None for what cannot change."""
         if isinstance(value, Tensor):
             return Same(value.array), value.requires_grad, value.stores_grad, value.creator is None
         can_change = isinstance(value, containers()) and not (
@@ -409,17 +381,15 @@ class Variables:
 
     def _describe_object(self, value: Any, seen: set[int]) -> Hashable:
         if isinstance(value, (set, frozenset)):
-            if len(value) > MAX_ITEMS:
-                return Same(value), frozenset(value)
             # with their types, as 1, 1.0 and True are equal
-            return Same(value), frozenset(zip(map(type, value), value, strict=True))
-        if isinstance(value, deque) and len(value) > MAX_ITEMS:
+            is_large = len(value) > MAX_ITEMS
+            return Same(value), frozenset(value if is_large else zip(map(type, value), value, strict=True))
+        if isinstance(value, (deque, MappingProxyType)) and len(value) > MAX_ITEMS:
             return describe_large(value)
         if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size <= MAX_ITEMS:
             return Same(value), self._describe(value.tolist(), seen)
         if isinstance(value, MappingProxyType):
-            is_large = len(value) > MAX_ITEMS
-            return describe_large(value) if is_large else (Same(value), self._describe(dict(value), seen))
+            return Same(value), self._describe(dict(value), seen)
         if isinstance(value, HOLDERS):
             return Same(value), self._describe(list(items_of(value)), seen)
         for kind, state_of in states().items():
@@ -460,24 +430,19 @@ class Variables:
             names |= held.keys()
         elif isinstance(value, dict) and held is value:
             names.clear()  # they are its items
-        return [
-            (f"the class of {label}", partial(type, value)),
-            *([(f"the attributes of {label}", partial(" ".join, held))] if is_read_whole else []),
-            *(
-                (
-                    f"{label}.{name}",
-                    partial(getattr, value, name, Absent)
-                    if isinstance(getattr(type(value), name, None), MemberDescriptorType)  # in a slot
-                    else partial(held.get, name, Absent),
-                )
-                for name in sorted(names)
-            ),
-        ]
+        found: list[Location] = [(f"the class of {label}", partial(type, value))]
+        if is_read_whole:
+            found.append((f"the attributes of {label}", partial(" ".join, held)))
+        for name in sorted(names):
+            is_in_slot = isinstance(getattr(type(value), name, None), MemberDescriptorType)
+            read = partial(getattr, value) if is_in_slot else held.get
+            found.append((f"{label}.{name}", partial(read, name, Absent)))
+        return found
 
 
-def _objects_in(attribute: Attribute) -> list[object]:
-    """Return what an attribute holds beside Tensors and plain values: objects, functions and schedules."""
-    return [*attribute.objects, *leaves(attribute.value, (FunctionType, DecayScheduler))]
+def _constant(label: str, value: object) -> Location:
+    """Return the location of an object that nobody replaces."""
+    return label, repeat(value).__next__
 
 
 def _is_fixed(value: object) -> bool:

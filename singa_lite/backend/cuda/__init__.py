@@ -145,6 +145,3 @@ class CudaBackend(
     def _check_not_capturing(self, what: str) -> None:
         if self.capture is not None:
             raise GraphError(f"a kernel of the step {what}, which a CUDA graph cannot repeat")
-
-
-__all__ = ["CudaBackend"]

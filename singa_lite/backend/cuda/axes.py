@@ -31,14 +31,13 @@ def joined(shape: Sequence[int], *strides: Strides) -> tuple[list[int], list[lis
     for axis in reversed(range(len(shape))):
         if shape[axis] == 1:
             continue
-        if sizes and all(
-            stride[axis] == step[-1] * sizes[-1] for stride, step in zip(strides, steps, strict=True)
-        ):
+        pairs = [(stride[axis], step) for stride, step in zip(strides, steps, strict=True)]
+        if sizes and all(stride == step[-1] * sizes[-1] for stride, step in pairs):
             sizes[-1] *= shape[axis]
             continue
         sizes.append(shape[axis])
-        for stride, step in zip(strides, steps, strict=True):
-            step.append(stride[axis])
+        for stride, step in pairs:
+            step.append(stride)
     if len(sizes) > MAX_AXES:
         raise ShapeError(f"CUDA: shape {tuple(shape)} has more than {MAX_AXES} axes that cannot be joined")
     return sizes or [1], [step or [0] for step in steps]

@@ -86,6 +86,21 @@ KERNEL batch_norm_sums(const T* x, double* sums, Int rows, Int channels, Int wid
   add_up(values, part, wide, sums);
 }
 
+// A thread's channels of a norm: y = (x - mean) scale + bias, where scale has 1 / standard deviation in it. Without a
+// bias that is 0.
+struct Norm {
+  A means[kPack], scales[kPack], biases[kPack];
+  __device__ Norm(const Part& part, const A* scale, const A* bias, const A* mean, const A* inverse_std) {
+    EACH_CHANNEL(k) {
+      const Int c = part.column + k;
+      means[k] = mean[c];
+      scales[k] = inverse_std[c] * scale[c];
+      biases[k] = bias ? bias[c] : 0;
+    }
+  }
+  __device__ A of(A distance, int k) const { return distance * scales[k] + biases[k]; }
+};
+
 // What passes the ReLU behind a norm, where there is one: the gradient of y, if that is above 0.
 __device__ inline A passed(bool has_relu, A grad, A y) { return has_relu && !(y > 0) ? A(0) : grad; }
 
@@ -95,20 +110,15 @@ KERNEL batch_norm_gradient_sums(const T* dy, const T* x, const A* scale, const A
   const Part part(channels, wide);
   double values[2][kPack] = {};
   if (part.has_channels()) {
-    A means[kPack], scales[kPack], biases[kPack], sum[kPack] = {}, products[kPack] = {};
-    EACH_CHANNEL(k) {
-      const Int c = part.column + k;
-      means[k] = mean[c];
-      scales[k] = inverse_std[c] * scale[c];
-      biases[k] = bias ? bias[c] : 0;
-    }
+    const Norm norm(part, scale, bias, mean, inverse_std);
+    A sum[kPack] = {}, products[kPack] = {};
     ROW_BATCHES(part, rows) {
       Load grads[4], packs[4];
       IN_ROWS(r, part, rows) grads[u] = load(dy, part, r);
       IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
       IN_ROWS(r, part, rows) EACH_CHANNEL(k) {
-        const A distance = widen(packs[u].values[k]) - means[k];
-        const A grad = passed(bias, widen(grads[u].values[k]), distance * scales[k] + biases[k]);
+        const A distance = widen(packs[u].values[k]) - norm.means[k];
+        const A grad = passed(bias, widen(grads[u].values[k]), norm.of(distance, k));
         sum[k] += grad;
         products[k] += grad * distance;
       }
@@ -167,20 +177,14 @@ KERNEL batch_norm_apply(const T* x, const A* scale, const A* bias, const A* mean
                         const T* residual, T* y, Int rows, Int channels, Int wide, Int relu) {
   const Part part(channels, wide);
   if (!part.has_channels()) return;
-  A means[kPack], scales[kPack], biases[kPack];
-  EACH_CHANNEL(k) {
-    const Int c = part.column + k;
-    means[k] = mean[c];
-    scales[k] = inverse_std[c] * scale[c];
-    biases[k] = bias[c];
-  }
+  const Norm norm(part, scale, bias, mean, inverse_std);
   ROW_BATCHES(part, rows) {
     Load packs[4], others[4];
     IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
     if (residual) IN_ROWS(r, part, rows) others[u] = load(residual, part, r);
     IN_ROWS(r, part, rows) {
       EACH_CHANNEL(k) {
-        A value = (widen(packs[u].values[k]) - means[k]) * scales[k] + biases[k];
+        A value = norm.of(widen(packs[u].values[k]) - norm.means[k], k);
         if (residual) value += widen(others[u].values[k]);
         packs[u].values[k] = narrow<T>(relu ? larger(A(0), value) : value);
       }
@@ -195,14 +199,12 @@ KERNEL batch_norm_backward(const T* dy, const T* x, const A* scale, const A* bia
                            Int wide) {
   const Part part(channels, wide);
   if (!part.has_channels()) return;
-  A means[kPack], scales[kPack], product_means[kPack], grad_means[kPack], biases[kPack];
+  const Norm norm(part, scale, bias, mean, inverse_std);
+  A product_means[kPack], grad_means[kPack];
   EACH_CHANNEL(k) {
     const Int c = part.column + k;
-    means[k] = mean[c];
-    scales[k] = inverse_std[c] * scale[c];
     product_means[k] = A(inverse_std[c] * dscale[c] / A(rows));
     grad_means[k] = dbias[c] / A(rows);
-    biases[k] = bias ? bias[c] : 0;
   }
   ROW_BATCHES(part, rows) {
     Load grads[4], packs[4];
@@ -210,9 +212,9 @@ KERNEL batch_norm_backward(const T* dy, const T* x, const A* scale, const A* bia
     IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
     IN_ROWS(r, part, rows) {
       EACH_CHANNEL(k) {
-        const A distance = widen(packs[u].values[k]) - means[k];
-        const A grad = passed(bias, widen(grads[u].values[k]), distance * scales[k] + biases[k]);
-        packs[u].values[k] = narrow<T>(A(scales[k] * (grad - grad_means[k] - distance * product_means[k])));
+        const A distance = widen(packs[u].values[k]) - norm.means[k];
+        const A grad = passed(bias, widen(grads[u].values[k]), norm.of(distance, k));
+        packs[u].values[k] = narrow<T>(A(norm.scales[k] * (grad - grad_means[k] - distance * product_means[k])));
       }
       store(packs[u], dx, part, r);
     }

@@ -48,25 +48,14 @@ class ChannelsLastNorm(CudnnCaller):
         eps: float,
         relu: bool,
     ) -> None:
-        y, mean, inverse_std, running_mean, running_var = out
+        y, *statistics = out
         x, target = self._aligned(x), self._target(y)
-        residual = residual if residual is None else self._aligned(residual)
+        summand = 0 if residual is None else self._aligned(residual)
         types, blocks, chunks, sums, sizes = self._parts(x)
         self.launch("batch_norm.batch_norm_sums", types, blocks, THREADS, x, sums, *sizes)
-        statistics = (mean, inverse_std, running_mean, running_var)
         rest = (*sizes[:2], chunks, float(momentum), float(eps))
         self._each_channel("batch_norm_statistics", x, sums, *statistics, *rest)
-        given = (
-            x,
-            scale,
-            bias,
-            mean,
-            inverse_std,
-            0 if residual is None else residual,
-            target,
-            *sizes,
-            int(relu),
-        )
+        given = (x, scale, bias, *statistics[:2], summand, target, *sizes, int(relu))
         self.launch("batch_norm.batch_norm_apply", types, blocks, THREADS, *given)
         self._deliver(target, y)
 
@@ -83,14 +72,10 @@ class ChannelsLastNorm(CudnnCaller):
         dx, dscale, dbias = out
         dy, x, target = self._aligned(dy), self._aligned(x), self._target(dx)
         types, blocks, chunks, sums, sizes = self._parts(x)
-        given = (dy, x, scale, 0 if bias is None else bias, mean, inverse_std)
+        given, grads = (dy, x, scale, 0 if bias is None else bias, mean, inverse_std), (dscale, dbias)
         self.launch("batch_norm.batch_norm_gradient_sums", types, blocks, THREADS, *given, sums, *sizes)
-        self._each_channel(
-            "batch_norm_parameter_gradients", x, sums, inverse_std, dscale, dbias, sizes[1], chunks
-        )
-        self.launch(
-            "batch_norm.batch_norm_backward", types, blocks, THREADS, *given, dscale, dbias, target, *sizes
-        )
+        self._each_channel("batch_norm_parameter_gradients", x, sums, inverse_std, *grads, sizes[1], chunks)
+        self.launch("batch_norm.batch_norm_backward", types, blocks, THREADS, *given, *grads, target, *sizes)
         self._deliver(target, dx)
 
     def _parts(self, x: Array) -> tuple[str, int, int, Array, tuple[int, int, int]]:

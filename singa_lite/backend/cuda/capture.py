@@ -127,7 +127,7 @@ class CapturedPart:
             communicator, before = node.communicator, node.communicator.traffic.copy()
             node()
             sent, communicator.traffic = communicator.traffic.since(before), before  # a capture sends nothing
-            self._before_launch.append(_counting(communicator, sent))
+            self._before_launch.append(lambda: communicator.traffic.add(sent))
         else:
             node()
 
@@ -178,11 +178,8 @@ class Numbers:
             if number == MAX_NUMBERS:
                 raise GraphError(f"a captured step has more than {MAX_NUMBERS} numbers that change")
             self._values.append(bytes(8))
-            self._before_launch.append(lambda: self._set(number, pack(scalar.read())))
+            self._before_launch.append(lambda: self._values.__setitem__(number, pack(scalar.read())))
         return np.frombuffer(struct.pack("<qq", self._on_device.data.ptr + 8 * number, 0), "V16")
-
-    def _set(self, number: int, value: bytes) -> None:
-        self._values[number] = value
 
     def begin_kernel(self) -> None:
         """Read the next kernel's Scalars at its own position in the order, also where others share them."""
@@ -199,7 +196,3 @@ class Numbers:
             out = self._on_device[first : first + len(part)]
             self.backend.launch("store.store", "l", 1, 64, out, packed)
         self._stored = list(self._values)
-
-
-def _counting(communicator: Any, sent: Any) -> Callable[[], None]:
-    return lambda: communicator.traffic.add(sent)

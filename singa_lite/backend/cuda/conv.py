@@ -17,6 +17,7 @@ Two processes may find different algorithms the fastest, and so differ in the la
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -105,16 +106,13 @@ class ConvKernels(CudnnCaller):
         else:
             options = (x.shape, w.shape, y.shape, stride, padding, dilation, groups)
             key = (direction, DTYPES[out.dtype.char], is_channels_last, *options, state.allow_tf32)
-            plan, is_channels_last = self._plan(
-                ("convolution", state.benchmark_convolutions, *key), lambda: self._make_plan(key, a, b, out)
-            )
+            name = ("convolution", state.benchmark_convolutions, *key)
+            plan, is_channels_last = self._plan(name, lambda: self._make_plan(key, a, b, out))
             compute = partial(self._run_plan, plan, bias)
         own_formats = [(memory_formats[0], 1, memory_formats[1])[index] for index in order]
-        formats = [
-            (own, array.shape[1] if is_channels_last else 1)
-            for array, own in zip(arrays, own_formats, strict=True)
-        ]
-        operands = [self._operand(array, pair) for array, pair in zip(arrays, formats, strict=True)]
+        wanted = [array.shape[1] if is_channels_last else 1 for array in arrays]
+        formats = list(zip(own_formats, wanted, strict=True))
+        operands = list(map(self._operand, arrays, formats))
         for array, operand, pair in zip((a, b), operands, formats, strict=False):
             self._reorder(array, operand, pair)
         compute(*operands)
@@ -162,11 +160,9 @@ class ConvKernels(CudnnCaller):
         """
         check_sizes("conv2d", a, b, out)
         if key[2]:
-            try:
+            with suppress(DeviceError):
                 return self._choose(key, a, b, out), True
-            except DeviceError:
-                key = (*key[:2], False, *key[3:])
-        return self._choose(key, a, b, out), False
+        return self._choose((*key[:2], False, *key[3:]), a, b, out), False
 
     def _choose(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> Any:
         """Choose the algorithm of a plan and return it; of the arrays only their memory is used."""
@@ -218,14 +214,10 @@ def preferred_formats(
     """
     if has_bias or groups > 1 or y[1] % TENSOR_CORE:
         return None
-    if not (uses_tensor_cores(dtype) or is_product(dtype, w, padding, groups)):
+    uses_tensor_cores = is_narrow(dtype) or (dtype == "float32" and state.allow_tf32)
+    if not (uses_tensor_cores or is_product(dtype, w, padding, groups)):
         return None
     return (1 if x[1] % TENSOR_CORE else x[1]), y[1]
-
-
-def uses_tensor_cores(dtype: Any) -> bool:
-    """Return whether products of such numbers are made by tensor cores."""
-    return bool(is_narrow(dtype) or (dtype == "float32" and state.allow_tf32))
 
 
 def is_product(dtype: Any, w: tuple[int, ...], padding: Pair, groups: int) -> bool:

@@ -38,9 +38,8 @@ class ElementwiseKernels(Launcher):
         self.each("elementwise.clip", x.dtype.char, out.size, x, out, out.size, *_limits(min, max))
 
     def clip_backward(self, dy: Array, x: Array, *, out: Array, min: float | None, max: float | None) -> None:
-        self.each(
-            "elementwise.clip_backward", x.dtype.char, out.size, dy, x, out, out.size, *_limits(min, max)
-        )
+        given = (dy, x, out, out.size, *_limits(min, max))
+        self.each("elementwise.clip_backward", x.dtype.char, out.size, *given)
 
     def fill(self, *, out: Array, value: float) -> None:
         self.each("elementwise.fill", out.dtype.char, out.size, out, out.size, self.scalar(value))

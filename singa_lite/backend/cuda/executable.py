@@ -59,10 +59,8 @@ class ExecutableGraph:
 def instantiate(graph: int) -> int:
     """Return the handle of an executable graph whose kernels keep their priorities; ``graph``: a handle too."""
     function = open_driver().cuGraphInstantiateWithFlags
-    function.argtypes, function.restype = (
-        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong],
-        ctypes.c_int,
-    )
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong]
+    function.restype = ctypes.c_int
     made = ctypes.c_void_p()
     status = function(ctypes.byref(made), graph, USE_NODE_PRIORITY)
     if status == OUT_OF_MEMORY:
@@ -76,9 +74,8 @@ def instantiate(graph: int) -> int:
 
 def open_driver() -> ctypes.CDLL:
     """Open the driver, as comm/nccl.py does."""
-    names = _native.library_names("SINGA_LITE_CUDA_LIB", "nvidia.cuda_driver", "libcuda.so.1")
     reasons = []
-    for name in names:
+    for name in _native.library_names("SINGA_LITE_CUDA_LIB", "nvidia.cuda_driver", "libcuda.so.1"):
         try:
             return ctypes.CDLL(name)
         except OSError as error:

@@ -73,10 +73,9 @@ def _sum_before(graph: GraphRewriter, last: int, name: str) -> tuple[int, Kernel
     if node is None or found is None:
         return None
     first, add = found
-    is_same = add.out == node.inputs[0] and not add.attributes and graph.can_move(first, last)
-    return (
-        (first, add, node) if is_same and add.out.memory not in {view.memory for view in add.inputs} else None
-    )
+    is_same = add.out == node.inputs[0] and not add.attributes
+    is_in_place = add.out.memory in {view.memory for view in add.inputs}
+    return (first, add, node) if is_same and not is_in_place and graph.can_move(first, last) else None
 
 
 RULES = (

@@ -105,15 +105,10 @@ class DeviceLock:
 
 
 class Packed:
-    """The result of ``packing``, for ``unpacking``.
+    """The result of ``packing``, for ``unpacking``."""
 
-    Attributes:
-        event: happens once what was packed is there.
-        capture: the one that the event is part of, if a graph was captured.
-    """
-
-    event: Any = None
-    capture: Any = None
+    event: Any = None  # happens once what was packed is there
+    capture: Any = None  # of which the event is a part, if a graph was captured
 
 
 class Launcher(Backend):
@@ -235,9 +230,9 @@ class Launcher(Backend):
         blocks = self.count_blocks(count)
         self.launch(name, types, blocks, THREADS, *arguments, count, *self.memory_of_grid(blocks))
 
-    def count_blocks(self, count: int, blocks_each: int = 4) -> int:
-        """Return how many blocks share ``count`` elements: of 2048 at least, at most so many a multiprocessor."""
-        return max(1, min(-(-count // 2048), blocks_each * self.num_processors))
+    def count_blocks(self, count: int) -> int:
+        """Return how many blocks share ``count`` elements: of 2048 at least, at most 4 a multiprocessor."""
+        return max(1, min(-(-count // 2048), 4 * self.num_processors))
 
     def memory_of_grid(self, blocks: int) -> tuple[Array, Array]:
         """Return what blocks need to join a value of each: memory for these, and the block counter."""
@@ -250,11 +245,9 @@ class Launcher(Backend):
             value: a number, or while a graph is captured perhaps a Scalar.
             kind: float, or int for one modulo 2**64.
         """
-        pack = partial(_packed, kind)
         if isinstance(value, Scalar):
-            found: np.ndarray[Any, Any] = self.capture.address_of(value, pack)
-            return found
-        return np.frombuffer(bytes(8) + pack(value), "V16")
+            return self.capture.address_of(value, partial(_packed, kind))  # type: ignore[no-any-return]
+        return np.frombuffer(bytes(8) + _packed(kind, value), "V16")
 
     def _compile(self, name: str, types: str) -> Any:
         file, _, kernel = name.partition(".")
@@ -271,12 +264,12 @@ def _packed(kind: type, value: Any) -> bytes:
 
 def text_of(file: str) -> str:
     """Return the text of a .cu file, with the formulas or updates that it makes kernels of."""
-    before, behind = [], []
+    paths = [FOLDER / f"{file}.cu"]
     if file == "elementwise":
-        before = [FOLDER / "functions.cuh", FORMULAS_FOLDER / "formulas.h"]
+        paths = [FOLDER / "functions.cuh", FORMULAS_FOLDER / "formulas.h", *paths]
     if file == "update":
-        behind = [FORMULAS_FOLDER / "updates.h"]
-    return "".join(path.read_text() for path in (*before, FOLDER / f"{file}.cu", *behind))
+        paths.append(FORMULAS_FOLDER / "updates.h")
+    return "".join(path.read_text() for path in paths)
 
 
 def source_of(file: str, types: str, kernel: str) -> str:

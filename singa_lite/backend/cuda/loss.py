@@ -12,6 +12,7 @@ comes first: it gives all keys a gradient, to which the others add theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,16 +33,15 @@ class LossKernels(Launcher):
     """softmax, attention, cross entropies and the mean squared error."""
 
     def softmax(self, x: Array, *, out: Array, axis: int) -> None:
-        self._softmax("softmax", axis, x, out)
+        self._softmax("loss.softmax", axis, x, out)
 
     def softmax_backward(self, dy: Array, y: Array, *, out: Array, axis: int) -> None:
-        self._softmax("softmax_backward", axis, dy, y, out)
+        self._softmax("loss.softmax_backward", axis, dy, y, out)
 
-    def _softmax(self, name: str, axis: int, *arrays: Array) -> None:
-        x = arrays[0]
+    def _softmax(self, name: str, axis: int, x: Array, *others: Array) -> None:
         if x.size:
             length, step = x.shape[axis], prod(x.shape[axis % x.ndim + 1 :])
-            self.each_row(f"loss.{name}", x.dtype.char, x.size // length, length, *arrays, length, step)
+            self.each_row(name, x.dtype.char, x.size // length, length, x, *others, length, step)
 
     def attention(self, *inputs: Array, out: Array, num_heads: int, causal: bool) -> None:
         """Made of transposes, cuBLAS's products and a softmax that scales and masks, see Note [causal attention].
@@ -49,16 +49,15 @@ class LossKernels(Launcher):
         Of inputs of 16 bits scores, probabilities and their gradients are float32: float16 may not hold scores before
         they are scaled, and rounded to bfloat16 they would cost the result as much again as its own rounding does.
         """
-        queries, keys, values = [
-            heads for view in by_heads(inputs, num_heads) for heads in self._copied(view)
-        ]
+        queries, keys, values = (each for view in by_heads(inputs, num_heads) for each in self._copied(view))
         wide = accumulation_dtype(queries.dtype)
+        multiply = partial(self.find("matmul"), allows_tf32=is_narrow(queries.dtype))  # in which 16 bits fit
         wide_values, y = self.converted(values, wide), self.empty(queries.shape, wide)
         for rows, seen in causal_parts(queries, keys, causal):
             scores = self._products_of_rows(queries[rows], keys[seen])
             probabilities = self.empty(scores.shape, scores.dtype)
             self._each_score("attention", queries, causal, rows, scores, probabilities)
-            self._product(probabilities, wide_values[seen], y[rows], is_narrow(queries.dtype))
+            multiply(probabilities, wide_values[seen], out=y[rows])
         self._join_heads(out, y[None])
 
     def attention_backward(
@@ -70,7 +69,8 @@ class LossKernels(Launcher):
         from_rows, memory = self.empty((2, *queries.shape[1:]), dy.dtype), self._copied(memory)
         for view, copy in ((queries, from_rows[:1]), (dys, from_rows[1:])):
             self.find("copy")(view, out=copy)
-        wide, tf32 = accumulation_dtype(dy.dtype), is_narrow(dy.dtype)
+        wide = accumulation_dtype(dy.dtype)
+        multiply = partial(self.find("matmul"), allows_tf32=is_narrow(dy.dtype))  # in which 16 bits fit
         wide_rows, wide_keys = self.converted(from_rows, wide), self.converted(memory[0], wide)
         is_split = isinstance(out, tuple)
         dqueries = self.empty((1 if is_split else 3, *queries.shape[1:]), wide_keys.dtype)
@@ -80,9 +80,9 @@ class LossKernels(Launcher):
             dscores, probabilities = made = self.empty(products.shape, products.dtype)
             arrays = scores, dprobabilities, probabilities, dscores
             self._each_score("attention_backward", from_rows, causal, rows, *arrays)
-            self._product(dscores, wide_keys[seen], dqueries[0][rows], tf32)
+            multiply(dscores, wide_keys[seen], out=dqueries[0][rows])
             beta = int(number > 0)  # the first part has all keys
-            self._product(made, wide_rows[rows], dmemory[seen], tf32, transpose_a=True, beta=beta)
+            multiply(made, wide_rows[rows], out=dmemory[seen], transpose_a=True, beta=beta)
         for array, grads in zip(out if is_split else (out,), (dqueries, dmemory), strict=False):
             self._join_heads(array, grads)
 
@@ -91,10 +91,6 @@ class LossKernels(Launcher):
         out = self.empty((*a.shape[:-1], b.shape[-2]), accumulation_dtype(a.dtype))
         self.find("matmul")(a, b, out=out, transpose_b=True)
         return out
-
-    def _product(self, a: Array, b: Array, out: Array, allows_tf32: bool, **options: Any) -> None:
-        """Multiply the matrices of each sample and head; those of ``b`` fit in TF32 where it had 16 bits."""
-        self.find("matmul")(a, b, out=out, allows_tf32=allows_tf32, **options)
 
     def _copied(self, view: Array) -> Array:
         """Return a row-major copy."""
@@ -108,10 +104,9 @@ class LossKernels(Launcher):
         if not scores.size:
             return
         height, length = scores.shape[-2:]
-        count = scores.size // length
-        name, blocks = (
-            (f"{name}_of_warps", -(-count * 32 // THREADS)) if length <= WARP_ROW else (name, count)
-        )
+        count = blocks = scores.size // length
+        if length <= WARP_ROW:
+            name, blocks = f"{name}_of_warps", -(-count * 32 // THREADS)
         numbers = (count, length, queries.shape[-1] ** -0.5, height if causal else 0, rows[1].start)
         self.launch(f"loss.{name}", scores.dtype.char, blocks, THREADS, *arrays, *numbers)
 
@@ -136,9 +131,8 @@ class LossKernels(Launcher):
         self._labelled("cross_entropy", labels, (probabilities,), *given)
 
     def cross_entropy_backward(self, dy: Array, probabilities: Array, labels: Array, *, out: Array) -> None:
-        self._labelled(
-            "cross_entropy_backward", labels, (dy, probabilities), smallest_normal(probabilities.dtype), out
-        )
+        smallest = smallest_normal(probabilities.dtype)
+        self._labelled("cross_entropy_backward", labels, (dy, probabilities), smallest, out)
 
     def _labelled(self, name: str, labels: Array, arrays: tuple[Array, ...], *arguments: object) -> None:
         """Start a kernel with a block for each row of the last of ``arrays`` (N, C)."""
@@ -155,7 +149,7 @@ class LossKernels(Launcher):
 
     def check_faults(self) -> None:
         """Raise what kernels that have ended found wrong."""
-        kind, found, size = (int(number) for number in self.faults)
+        kind, found, size = map(int, self.faults)
         if kind:
             self.faults[0] = 0
             what = f"indices must be in 0 .. {size - 1}, but one was {found}"

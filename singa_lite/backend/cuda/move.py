@@ -65,17 +65,12 @@ class MoveKernels(Launcher):
         """Fill ``out`` with elements of ``x`` that are ``strides`` bytes apart; both may be parts of larger arrays."""
         types, sizes = x.dtype.char + out.dtype.char, (x.itemsize, out.itemsize)
         shape, steps = out.shape, (strides, out.strides)
-        if (
-            types[0] == types[1]
-            and (x.data.ptr | out.data.ptr) % LOAD == 0
-            and are_loads(shape, sizes[0], *steps)
-        ):
-            shape = (*shape[:-1], shape[-1] * sizes[0] // LOAD)
+        is_aligned = (x.data.ptr | out.data.ptr) % LOAD == 0
+        if is_aligned and x.dtype == out.dtype and are_loads(shape, x.itemsize, *steps):
+            shape = (*shape[:-1], shape[-1] * x.itemsize // LOAD)
             types, sizes, steps = "DD", (LOAD, LOAD), ((*strides[:-1], LOAD), (*out.strides[:-1], LOAD))
-        count = prod(shape)
-        axes = strided(
-            shape, *(tuple(s // size for s in step) for step, size in zip(steps, sizes, strict=True))
-        )
+        count, pairs = prod(shape), zip(steps, sizes, strict=True)
+        axes = strided(shape, *(tuple(stride // size for stride in step) for step, size in pairs))
         self.each("strided.copy", types, count, x, out, count, axes)
 
     def gather(self, x: Array, indices: Array, *, out: Array, axis: int, where: str = "gather") -> None:
@@ -203,8 +198,8 @@ class MoveKernels(Launcher):
         first, second, result = matrices(b), matrices(a), matrices(out)
         cublas = self.streams.current.cublas
         if batch == 1:
-            first, second, result = first[:3], second[:3], result[:3]
-            cublas.call("cublasGemmEx", *shape, *first, *second, beta_address, *result, compute, -1)
+            given = (*shape, *first[:3], *second[:3], beta_address, *result[:3], compute, -1)
+            cublas.call("cublasGemmEx", *given)
         else:
             given = (*shape, *first, *second, beta_address, *result, batch, compute, -1)
             cublas.call("cublasGemmStridedBatchedEx", *given)
@@ -222,9 +217,6 @@ def matrices(x: Array) -> tuple[int, ...]:
     """Return what cuBLAS takes of an array of matrices: address, element type, distances of rows and of matrices."""
     rows, columns = x.shape[-2:]
     distance = x.strides[-2] // x.itemsize if rows > 1 else columns
-    steps = (
-        stride // x.itemsize
-        for size, stride in zip(x.shape[-3::-1], x.strides[-3::-1], strict=True)
-        if size > 1
-    )
+    outer = zip(x.shape[-3::-1], x.strides[-3::-1], strict=True)
+    steps = (stride // x.itemsize for size, stride in outer if size > 1)
     return x.data.ptr, GEMM_TYPES[x.dtype.char][0], max(1, distance), next(steps, 0)

@@ -97,33 +97,18 @@ class NormKernels(ChannelsLastNorm):
         self._deliver(target, dx)
 
     def layer_norm(
-        self,
-        x: Array,
-        scale: Array,
-        bias: Array,
-        residual: Array | None = None,
-        *,
-        out: tuple[Array, ...],
-        eps: float,
+        self, x: Array, scale: Array, bias: Array, *residual: Array, out: tuple[Array, ...], eps: float
     ) -> None:
         """Run layer_norm.cu, as its gradient does: cuDNN has it in its graphs alone."""
-        name = "layer_norm.layer_norm" if residual is None else "layer_norm.layer_norm_of_sum"
-        given = (x, *(() if residual is None else (residual,)), scale, bias, *out, scale.size, float(eps))
+        name = "layer_norm.layer_norm_of_sum" if residual else "layer_norm.layer_norm"
+        given = (x, *residual, scale, bias, *out, scale.size, float(eps))
         self.each_row(name, types_of(x, scale), out[1].size, scale.size, *given)
 
-    def layer_norm_backward(
-        self,
-        dy: Array,
-        x: Array,
-        scale: Array,
-        mean: Array,
-        inverse_std: Array,
-        *,
-        out: tuple[Array, Array, Array],
-    ) -> None:
+    def layer_norm_backward(self, *inputs: Array, out: tuple[Array, Array, Array]) -> None:
+        dy, x, scale, mean, _ = inputs
         dx, dscale, dbias = out
         products = self.empty((mean.size, scale.size), mean.dtype)
-        given = (dy, x, scale, mean, inverse_std, dx, products, scale.size)
+        given = (*inputs, dx, products, scale.size)
         self.each_row("layer_norm.layer_norm_backward", types_of(x, scale), mean.size, scale.size, *given)
         sums = self.empty((scale.size,), mean.dtype)
         self.find("sum_to")(products, out=sums)

@@ -5,24 +5,19 @@
 const int kBlock = 256, kLanes = 32, kLargest = 127;
 const float kSmallest = 1.17549435e-38f;  // 2 ** -126
 
-// Rows of messages, and the values they stand for.
-struct Rows {
-  Int row_size, num_values, blocks_a_row;
-};
-
 // Where this thread's value, its code and its block's scale are.
 struct Place {
   Int value, code, scale;
   bool is_in_row, is_here;  // of the row; of the values, too
 };
 
-__device__ inline Place find_place(const Rows& rows, Int block) {
-  const Int row = block / rows.blocks_a_row, start = block % rows.blocks_a_row * kBlock;
-  const Int message = row * (4 * rows.blocks_a_row + rows.row_size), i = start + threadIdx.x;
-  const Int value = row * rows.row_size + i;
-  const bool is_in_row = i < rows.row_size;
-  return {value, message + 4 * rows.blocks_a_row + i, message + start / kBlock * 4, is_in_row,
-          is_in_row && value < rows.num_values};
+__device__ inline Place find_place(Int row_size, Int num_values, Int blocks_a_row) {
+  const Int row = blockIdx.x / blocks_a_row, start = blockIdx.x % blocks_a_row * kBlock;
+  const Int message = row * (4 * blocks_a_row + row_size), i = start + threadIdx.x;
+  const Int value = row * row_size + i;
+  const bool is_in_row = i < row_size;
+  return {value, message + 4 * blocks_a_row + i, message + start / kBlock * 4, is_in_row,
+          is_in_row && value < num_values};
 }
 
 __device__ inline float read_scale(const Byte* at) {  // not aligned
@@ -58,7 +53,7 @@ __device__ inline float decode(const Byte* messages, Int scale, Int code) {
 
 KERNEL quantize_int8(const T* x, Byte* messages, Int row_size, Int num_values, Int blocks_a_row, Number<Bits> seed,
                      Number<Bits> counter) {
-  const Place place = find_place(Rows{row_size, num_values, blocks_a_row}, blockIdx.x);
+  const Place place = find_place(row_size, num_values, blocks_a_row);
   const float value = place.is_here ? static_cast<float>(widen(x[place.value])) : 0;
   const float scale = scale_of_block(value);
   if (threadIdx.x == 0) write_scale(scale, messages + place.scale);
@@ -67,7 +62,7 @@ KERNEL quantize_int8(const T* x, Byte* messages, Int row_size, Int num_values, I
 }
 
 KERNEL quantize_int8_nearest(const T* x, Byte* messages, T* rest, Int row_size, Int num_values, Int blocks_a_row) {
-  const Place place = find_place(Rows{row_size, num_values, blocks_a_row}, blockIdx.x);
+  const Place place = find_place(row_size, num_values, blocks_a_row);
   const float value = place.is_here ? static_cast<float>(widen(x[place.value])) : 0;
   const float scale = scale_of_block(value);
   if (threadIdx.x == 0) write_scale(scale, messages + place.scale);
@@ -80,13 +75,13 @@ KERNEL quantize_int8_nearest(const T* x, Byte* messages, T* rest, Int row_size, 
 }
 
 KERNEL dequantize_int8(const Byte* messages, T* y, Int row_size, Int num_values, Int blocks_a_row) {
-  const Place place = find_place(Rows{row_size, num_values, blocks_a_row}, blockIdx.x);
+  const Place place = find_place(row_size, num_values, blocks_a_row);
   if (place.is_here) y[place.value] = narrow<T>(A(decode(messages, place.scale, place.code)));
 }
 
 // The rows stand for the same values.
 KERNEL mean_of_int8(const Byte* messages, T* y, Int row_size, Int num_rows, Int blocks_a_row) {
-  const Place place = find_place(Rows{row_size, row_size, blocks_a_row}, blockIdx.x);
+  const Place place = find_place(row_size, row_size, blocks_a_row);
   if (!place.is_here) return;
   const Int row_bytes = 4 * blocks_a_row + row_size;
   float total = decode(messages, place.scale, place.code);

@@ -79,9 +79,8 @@ class SelectKernels(Launcher):
 
     def scatter_fill(self, indices: Array, *, out: Array, value: float) -> None:
         types = out.dtype.char + indices.dtype.char
-        self.each(
-            "select.scatter_fill", types, indices.size, indices, out, indices.size, out.size, float(value)
-        )
+        given = (indices, out, indices.size, out.size, float(value))
+        self.each("select.scatter_fill", types, indices.size, *given)
 
     def max_abs(self, x: Array, *, out: Array) -> None:
         self.over_grid("select.max_abs", x.dtype.char + "l", x.size, x, out)
