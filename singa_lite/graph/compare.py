@@ -29,9 +29,8 @@ class Tape:
     nodes: Sequence[Node]
     inputs: Sequence[View | None]  # the Tensors in the arguments
     outputs: Sequence[View | None]  # those that the step returned, set as attributes and gave to host nodes
-    structure: (
-        Hashable  # results and changed attributes without values of Tensors; None if the graph is broken
-    )
+    # results and changed attributes without values of Tensors; None if the graph is broken
+    structure: Hashable
     casts_again: bool  # see Recorder
 
 

@@ -178,8 +178,11 @@ class Numbers:
             if number == MAX_NUMBERS:
                 raise GraphError(f"a captured step has more than {MAX_NUMBERS} numbers that change")
             self._values.append(bytes(8))
-            self._before_launch.append(lambda: self._values.__setitem__(number, pack(scalar.read())))
+            self._before_launch.append(lambda: self._set(number, pack(scalar.read())))
         return np.frombuffer(struct.pack("<qq", self._on_device.data.ptr + 8 * number, 0), "V16")
+
+    def _set(self, number: int, value: bytes) -> None:
+        self._values[number] = value
 
     def begin_kernel(self) -> None:
         """Read the next kernel's Scalars at its own position in the order, also where others share them."""
