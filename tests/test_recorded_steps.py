@@ -13,6 +13,7 @@ import os
 import random
 import threading
 import weakref
+from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque, namedtuple
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, partial, partialmethod, singledispatch
@@ -1776,6 +1777,12 @@ HELD: dict[str, tuple[Any, Any, Any]] = {
         lambda c, step: c.__setitem__(0, float(step)),
     ),
     "bytearray": (lambda: bytearray(9), lambda c: float(c[7]), lambda c, step: c.__setitem__(7, step)),
+    "array": (lambda: array("d", [0.0] * 9), lambda c: c[7], lambda c, step: c.__setitem__(7, step)),
+    "large array that grows": (
+        lambda: array("d", bytes(2 << 20)),
+        lambda c: float(len(c) % 7),
+        lambda c, step: c.append(step),
+    ),
     "partial": (
         lambda: partial(scaled, SimpleNamespace(scale=1.0)),
         lambda c: c(),

@@ -50,10 +50,7 @@ def states() -> dict[type, Callable[[Any], Hashable]]:
             value.dtype,
             value.tobytes() if value.nbytes <= MAX_BYTES else None,
         ),
-        memoryview: bytes_of,
-        CData: bytes_of,
-        bytearray: lambda value: bytes(value) if len(value) <= MAX_BYTES else None,
-        array: lambda value: bytes(value) if len(value) <= MAX_BYTES else None,
+        **dict.fromkeys((memoryview, CData, bytearray, array), bytes_of),
         np.random.Generator: lambda value: repr(value.bit_generator.state),
         np.random.BitGenerator: lambda value: repr(value.state),
         np.random.SeedSequence: lambda value: repr(value.state),
@@ -126,13 +123,13 @@ def describe_large(value: Any) -> Hashable:
     return Same(value), SameItems(items) if len(value) <= MAX_IDENTITIES else len(value)
 
 
-def bytes_of(value: Any) -> bytes | None:
-    """Return the bytes of a memoryview or a value of ctypes; None of a large or a released one."""
+def bytes_of(value: Any) -> bytes | int | None:
+    """Return the bytes of a memoryview or of what gives one; of a large one how many; None of a released one."""
     try:
         view = memoryview(value)
     except ValueError:
         return None
-    return view.tobytes() if view.nbytes <= MAX_BYTES else None
+    return view.tobytes() if view.nbytes <= MAX_BYTES else view.nbytes
 
 
 def items_of(value: Any) -> Iterable[Any]:
