@@ -70,7 +70,7 @@ class SGD(Optimizer):
         if not self._sums():
             self.run_update("sgd_update", pairs, slots=(), lr=lr, weight_decay=decay)
             return
-        guard((self, "nesterov"), lambda: self.nesterov)
+        guard((id(self), "nesterov"), lambda: self.nesterov)
         if self.nesterov:
             kernel, numbers = "nesterov_update", {"momentum": scalar(self._nesterov_momentum)}
         else:
@@ -120,7 +120,7 @@ class SGD(Optimizer):
         if not self._sums():
             SGD.update_all(self, pairs)  # without momentum they are one
             return
-        guard((self, "nesterov"), lambda: self.nesterov)
+        guard((id(self), "nesterov"), lambda: self.nesterov)
         kernel = "nesterov_velocity_update" if self.nesterov else "velocity_update"
         lr, momentum, decay = map(self.number, ("lr", "momentum", "weight_decay"))
         self.run_update(kernel, pairs, slots=("momentum",), lr=lr, momentum=momentum, decay=decay)

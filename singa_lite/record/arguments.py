@@ -8,7 +8,7 @@ which calls are alike (records.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from operator import is_not
 from typing import Any
@@ -71,7 +71,9 @@ class Arguments:
             recorder.break_graph("it changes an input in place")
         if recorder.break_reason is not None:  # which may be that it read the array of an input
             for tensor, clone in zip(self.given, self.tensors, strict=True):
-                tensor.copy_data(clone)
+                values, changed = (each.device.backend.to_numpy(each.array) for each in (tensor, clone))
+                if values.tobytes() != changed.tobytes():
+                    tensor.copy_data(clone)
 
     def give_attributes_back(self, layer: Layer, recorder: Recorder) -> None:
         """Break the graph if the step has kept an input in an attribute of a layer, and have it hold the caller's."""
@@ -134,10 +136,10 @@ def repeats(tensors: list[Tensor], others: Mapping[int, Any]) -> tuple[tuple[int
     return tuple(numbers), has_overlap
 
 
-def aliases(tensors: list[Tensor]) -> list[int]:
-    """Return for each of ``tensors`` the number of the first that is the same object."""
+def aliases(objects: Sequence[object]) -> list[int]:
+    """Return for each of ``objects`` the number of the first that is the same one."""
     first: dict[int, int] = {}
-    return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
+    return [first.setdefault(id(each), number) for number, each in enumerate(objects)]
 
 
 def _overlap(a: Any, b: Any) -> bool:  # Any: arrays

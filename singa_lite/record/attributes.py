@@ -4,13 +4,14 @@
 What lives here: which attributes a step changes, and doing the same in a replay. What does not: the tape (record.py),
 the walk over the layers (layer/base.py).
 
-Note [attributes]: a step may read Tensors from attributes of its layers and set attributes (``self.total = self.total +
-loss``). A replay runs only where an attribute that the step changes holds what it held before the recorded step, up to
-the values of its Tensors; it reads these, and sets the attribute as the step did, to new Tensors. Through one that an
-operator has made no gradient flows, as through a result of the step: ``backward`` would be a GraphError. So a record
-fits both such a Tensor and a leaf, unless ``backward`` ended at what was there when the step was recorded. All other
-attributes must be what they were then, and two that held one Tensor must hold one again, as a step that sets one to the
-other's Tensor may then have changed nothing.
+Note [attributes]: a step may read Tensors from attributes of its layers and set attributes (``self.total = self.total
++ loss``). A replay runs only where an attribute that the step changes holds what it held before the recorded step, up
+to the values of its Tensors; it reads these, and sets the attribute as the step did, to new Tensors. Lists, dicts and
+dataclasses that were there before the step and are still are changed in place, as others may hold them. Through one
+that an operator has made no gradient flows, as through a result of the step: ``backward`` would be a GraphError. So a
+record fits both such a Tensor and a leaf, unless ``backward`` ended at what was there when the step was recorded. All
+other attributes must be what they were then, and two that held one Tensor or list must hold one again, as a step that
+sets one to the other's Tensor may then have changed nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..graph.memory import root_of
 from ..graph.recorder import Recorder
 from ..layer.base import Layer, is_parameter, layers_of
 from ..tensor import Tensor
-from ..tensor.pytree import flatten, rebuild
+from ..tensor.pytree import containers_in, flatten, is_container, placed, rebuild
 from .arguments import aliases
 from .watched import watched
 
@@ -56,6 +57,7 @@ class Attribute:
         structure, tensors: what pytree.flatten gives of the value.
         arrays, flags: the raw arrays of ``tensors`` at that moment, and whether they wanted and stored gradients.
         objects: what is neither a Tensor nor a plain value in it.
+        containers: the lists, dicts and dataclasses that it is made of.
     """
 
     def __init__(self, layer: object, name: str, label: str, value: Any) -> None:
@@ -64,6 +66,7 @@ class Attribute:
         self.structure, self.tensors = flatten(value, self._describe, takes_results=True)
         self.arrays = [tensor.array for tensor in self.tensors]
         self.flags = list(map(_flags_of, self.tensors))
+        self.containers = [] if isinstance(value, Tensor) else list(containers_in(value))
 
     def _describe(self, value: object) -> Hashable:
         self.objects.append(value)
@@ -88,22 +91,16 @@ class Change(NamedTuple):
     sources: list[
         int
     ]  # of each Tensor in it: its number among those held before a step and, after them, those made
-    is_in_place: bool  # whether the step changed the list or dict that it found
+    places: list[int]  # likewise of each list, dict and dataclass in it
 
-    def repeat(self, tensors: list[Tensor]) -> None:
-        """Do the same with the ``tensors`` of a replay, held and made."""
+    def repeat(self, tensors: list[Tensor], containers: list[Any]) -> None:
+        """Do the same with the ``tensors`` and ``containers`` of a replay, held and made; None is one to be made."""
         attributes = vars(self.before.layer)
         if self.value is Absent:
             attributes.pop(self.before.name, None)
             return
         value = rebuild(self.value, iter([tensors[number] for number in self.sources]))
-        if not self.is_in_place:
-            attributes[self.before.name] = value
-        elif isinstance(value, dict):
-            attributes[self.before.name].clear()
-            attributes[self.before.name].update(value)
-        else:
-            attributes[self.before.name][:] = value
+        attributes[self.before.name] = placed(value, iter(self.places), containers) if self.places else value
 
 
 class Attributes:
@@ -126,6 +123,9 @@ class Attributes:
         self._changes: dict[Hashable, Change] = {}
         self._constants: list[Attribute] = []  # unchanged ones that may change without being set
         self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants
+        self._containers: list[object] = []  # likewise
+        self._shared: list[int] = []  # which of these are one object, see ``aliases``
+        self._num_containers = 0  # with those that the step has made
         self._made: list[Tensor] = []  # by the step, for attributes
         self._computed: list[bool] = []  # of each of these, whether an operator has made it
         self._creator = RecordedStep()
@@ -163,6 +163,8 @@ class Attributes:
                 changed[key] = old, new
         olds = [old for old, _ in changed.values()]
         self._held = _tensors_of([*olds, *self._constants])
+        self._containers = _containers_of([*olds, *self._constants])
+        self._shared = aliases(self._containers)
         self._find_inputs(olds, [*self._held, *states.values()], recorder)
         if recorder.break_reason is None or not recorder.is_lasting:
             has_views = self._pin(changed, recorder, inputs)
@@ -218,6 +220,8 @@ class Attributes:
         Returns whether it has made views of other Tensors, which no replay does.
         """
         numbers = {id(tensor): number for number, tensor in enumerate(self._held)}  # and by made arrays
+        places = {id(found): number for number, found in enumerate(self._containers)}
+        self._num_containers = len(self._containers)
         tensors = list(self._held)
         for key, (old, new) in changed.items():
             sources = []
@@ -230,8 +234,11 @@ class Attributes:
                         self._computed.append(tensor.creator is not None)
                 sources.append(source)
             value = rebuild(new.value, iter([tensors[source] for source in sources]))
-            is_in_place = new.value is old.value and isinstance(new.value, (list, dict))
-            self._changes[key] = Change(old, value, sources, is_in_place)
+            for found in new.containers:
+                if id(found) not in places:
+                    places[id(found)] = self._num_containers
+                    self._num_containers += 1
+            self._changes[key] = Change(old, value, sources, [places[id(found)] for found in new.containers])
         self._made = tensors[len(self._held) :]
         self._aliases = aliases(self._held)
         known = {id(each): each for each in (*self._held, *inputs, *self._states_of_model().values())}
@@ -264,12 +271,16 @@ class Attributes:
             if now.structure != change.before.structure:
                 return False
         for constant in self._constants:
-            if not constant.is_like(constant.now()):
+            current.append(now := constant.now())
+            if not constant.is_like(now):
                 return False
-        self._held = _tensors_of([*current, *self._constants]) if current or self._constants else []
+        self._held = _tensors_of(current) if current else []
+        self._containers = _containers_of(current) if current else []
         for number, is_leaf in self._ends:
             if (self._held[number].creator is None) != is_leaf:
                 return False
+        if (self._containers or self._shared) and aliases(self._containers) != self._shared:
+            return False
         return not (self._held or self._aliases) or aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:
@@ -300,14 +311,16 @@ class Attributes:
             self._set = [tensor.clone() for tensor in self._made]
             for tensor in compress(self._set, self._computed):
                 tensor.creator = self._creator
+            tensors = [*self._held, *self._set]
+            containers = [*self._containers, *[None] * (self._num_containers - len(self._containers))]
             for change in self._changes.values():
-                change.repeat([*self._held, *self._set])
-        self._held = []
+                change.repeat(tensors, containers)
+        self._held, self._containers = [], []
 
     def changes(self) -> tuple[Hashable, list[Tensor]]:
         """Return the changed attributes without the values of their Tensors, and the Tensors that the step made."""
         found = [
-            (key, flatten(change.value, id)[0], *change.sources, change.is_in_place)
+            (key, flatten(change.value, id)[0], *change.sources, *change.places)
             for key, change in self._changes.items()
         ]
         return tuple(found), self._made
@@ -376,6 +389,10 @@ def _tensors_of(attributes: Iterable[Attribute]) -> list[Tensor]:
     return [tensor for attribute in attributes for tensor in attribute.tensors]
 
 
+def _containers_of(attributes: Iterable[Attribute]) -> list[object]:
+    return [container for attribute in attributes for container in attribute.containers]
+
+
 def _flags_of(tensor: Tensor) -> tuple[bool, bool]:
     return tensor.requires_grad, tensor.stores_grad
 
@@ -397,6 +414,8 @@ def _why_not_repeated(old: Attribute, new: Attribute, states: Container[int]) ->
         return f"it replaced the array of a tensor in {new.label}"
     if any(all(value is not known for known in old.objects) for value in new.objects):
         return f"it set {new.label}, to an object that a replay cannot make"
+    if any(map(is_container, new.objects)):
+        return f"it changed {new.label}, where a dict or dataclass has attributes beside its items or fields"
     return None
 
 

@@ -28,7 +28,6 @@ from weakref import ref
 
 import numpy as np
 
-from ..layer.base import Layer
 from ..tensor.pytree import PLAIN
 
 MAX_ITEMS = 1000  # of a container that are looked into; of larger ones their identities are compared
@@ -154,5 +153,5 @@ def items_of(value: Any) -> Iterable[Any]:
 def keys_of(value: object) -> list[Any]:
     """Return the keys of a dict and the elements of a set that are objects, whose own attributes may change."""
     if isinstance(value, (dict, set, frozenset)) and len(value) <= MAX_ITEMS:
-        return [key for key in value if not isinstance(key, (*UNCHANGING, *containers(), Layer))]
+        return [key for key in value if not isinstance(key, (*UNCHANGING, *containers()))]
     return []

@@ -78,7 +78,7 @@ class Run:
         self.recorder.check_written_elsewhere(array for found in before for array in found.arrays)
         self.recorder.check_written_elsewhere(tensor.array for tensor in self.variables.tensors.values())
         self.changes_containers = given.changes_containers
-        self._check_result((arguments, options))
+        self._check_result(model, (arguments, options))
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
         new += self.attributes.finish(self.recorder, inputs)
         del given
@@ -117,8 +117,8 @@ class Run:
         given.write_values_back(recorder)
         return result
 
-    def _check_result(self, arguments: Any) -> None:
-        """Break the graph for a result that a replay could not make: an object, or a number from elsewhere."""
+    def _check_result(self, model: Any, arguments: Any) -> None:
+        """Break the graph for a result that a replay could not make: an object, a parameter, a foreign number."""
         try:
             flatten(self.result)
         except OpaqueLeafError as error:
@@ -127,6 +127,9 @@ class Run:
             *_numbers(arguments),
             *(n for tensor in leaves(arguments) for n in (*tensor.shape, tensor.size())),
         }
+        states = {id(tensor) for tensor in model.get_states().values()} | self.held
+        if any(tensor.stores_grad and id(tensor) in states for tensor in leaves(self.result)):
+            self.recorder.break_graph("it returns a parameter, which a replay would copy; return its clone()")
         for number in _numbers(self.result):
             if number not in known:
                 self.recorder.break_graph(

@@ -130,6 +130,7 @@ class Variables:
             for found in attributes
             for value in (*found.objects, *leaves(found.value, (FunctionType, DecayScheduler)))
         ]
+        held += [(found, key) for found in attributes for each in found.containers for key in keys_of(each)]
         given = chain.from_iterable(map(nodes, [*arguments, *(found.value for found in attributes)]))
         for value in (*map(type, layers), *(value for _, value in held), *given):
             self._follow(value)

@@ -85,7 +85,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if form == "sequence":
         return type(value)(map(change, value))
     if form == "namedtuple":
-        return type(value)(*map(change, value))
+        return type(value)._make(map(change, value))  # not by a __new__ of its own
     if form in ("dict", "dataclass"):
         new = copy.copy(value)  # of the same class
         for key, item in value.items() if form == "dict" else _fields(value):
@@ -95,6 +95,47 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
                 object.__setattr__(new, key, change(item))  # of a frozen one, too
         return new
     return value
+
+
+def is_container(value: Any) -> bool:
+    """Return whether an object is a list, dict or dataclass of a pytree, whose items may be set."""
+    return value.__class__ is list or _form_of(value.__class__) in ("dict", "dataclass")
+
+
+def containers_in(value: Any) -> Iterator[Any]:
+    """Yield the lists, dicts and dataclasses that ``flatten`` takes apart in a pytree, each before its items."""
+    if not _is_taken_apart(value):
+        return
+    if is_container(value):
+        yield value
+    for item in _items(value):
+        yield from containers_in(item)
+
+
+def placed(value: Any, numbers: Iterator[int], containers: list[Any]) -> Any:
+    """Return the pytree ``value`` in existing lists, dicts and dataclasses, whose content it replaces.
+
+    Args:
+        numbers: for each that ``containers_in(value)`` yields, which of ``containers`` takes its place.
+        containers: None stands for a new one, which is put there.
+    """
+    if not is_container(value):
+        return mapped(value, partial(placed, numbers=numbers, containers=containers))
+    number = next(numbers)
+    new = mapped(value, partial(placed, numbers=numbers, containers=containers))
+    old = containers[number]
+    if old is None:
+        containers[number] = new
+        return new
+    if isinstance(old, list):
+        old[:] = new
+    elif isinstance(old, dict):
+        old.clear()
+        old.update(new)
+    else:
+        for name, item in _fields(new):
+            object.__setattr__(old, name, item)  # of a frozen one, too
+    return old
 
 
 def _walk(
@@ -113,7 +154,7 @@ def _walk(
     if form == "plain" or (form == "function" and _is_free(value)):
         # of two zeros the sign, and likewise
         return type(value), (repr(value),) if not value or isinstance(value, TOLD_APART) else value
-    if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
+    if not _is_taken_apart(value):
         return describe(value)
     walk = partial(_walk, found=found, describe=describe, takes_results=takes_results)
     if form == "dict":
@@ -139,6 +180,13 @@ def _form_of(kind: type) -> str:
     if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
         return "dataclass"
     return "function" if issubclass(kind, (types.FunctionType, types.BuiltinFunctionType)) else "object"
+
+
+def _is_taken_apart(value: Any) -> bool:
+    """Return whether an object is a list, tuple, dict or dataclass without attributes beside its items or fields."""
+    form = _form_of(value.__class__)
+    is_pytree = form in ("sequence", "namedtuple", "dict", "dataclass")
+    return is_pytree and (value.__class__ in BUILTIN or not _has_more(value, form))
 
 
 def _is_free(function: Any) -> bool:
