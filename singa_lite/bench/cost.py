@@ -91,12 +91,8 @@ def all_reduce(network: Network, payload: float, size: int) -> Transfer:
     """Return the time of an all-reduce by the network's algorithm."""
     ring = ring_all_reduce(network, payload, size)
     doubling = doubling_all_reduce(network, payload, size)
-    by_name = {
-        "ring": ring,
-        "doubling": doubling,
-        "smaller": min(ring, doubling, key=lambda one: one.total_s),
-    }
-    return by_name[network.algorithm]
+    smaller = min(ring, doubling, key=lambda one: one.total_s)
+    return {"ring": ring, "doubling": doubling, "smaller": smaller}[network.algorithm]
 
 
 def all_gather(network: Network, payload: float, size: int) -> Transfer:

@@ -141,7 +141,7 @@ class RankTraining:
             device: what rank 0 computed on.
         """
         epochs = []
-        self._sum(np.zeros(1))  # all ranks are there
+        self.dist.all_reduce(np.zeros(1))  # all ranks are there
         with _shown(self._settings, len(self._sampler) if is_shown else 0) as advance:
             clock = Clock()
             for epoch in range(self._settings.epochs):
@@ -149,7 +149,7 @@ class RankTraining:
         with clock.stopped():
             by_rank = np.zeros(self.dist.world_size)
             by_rank[self.dist.global_rank] = self._bytes_sent
-            self._sum(by_rank)
+            self.dist.all_reduce(by_rank)
         records = self._model.graph_info()
         return {
             "accuracy": self._evaluations[-1]["accuracy"],
@@ -183,19 +183,15 @@ class RankTraining:
         self._wait_for_all()
         with clock.stopped():
             totals = np.array([loss_sum, self._bytes_sent - before])
-            self._sum(totals)
+            self.dist.all_reduce(totals)
         steps = len(self._sampler)
         loss = float(totals[0]) / (steps * self.dist.world_size)
-        return {
-            "loss": loss,
-            "steps": steps,
-            "bytes_sent": int(totals[1]),
-        }
+        return {"loss": loss, "steps": steps, "bytes_sent": int(totals[1])}
 
     def _wait_for_all(self) -> None:
         """Wait until all ranks have made their steps, as a part of the last one: not every option waits in each."""
         start = time.perf_counter()
-        self._sum(np.zeros(1))
+        self.dist.all_reduce(np.zeros(1))
         self._step_s[-1] += time.perf_counter() - start
 
     def _step(self, x: np.ndarray, y: np.ndarray) -> float:
@@ -258,7 +254,7 @@ class RankTraining:
                 out = tensor.to_numpy(self._model(tensor.from_numpy(x, self._device)))
                 correct += int(np.count_nonzero(out.argmax(axis=1) == y))
         totals = np.array([correct, self._bytes_sent], np.float64)
-        self._sum(totals)
+        self.dist.all_reduce(totals)
         evaluation = {
             "step": len(self._step_s),
             "seconds": seconds,
@@ -266,10 +262,6 @@ class RankTraining:
             "accuracy": float(totals[0]) / len(labels),
         }
         self._evaluations.append(evaluation)
-
-    def _sum(self, values: np.ndarray) -> None:
-        """Replace float64 ``values`` by their sum over the ranks."""
-        self.dist.all_reduce(values)
 
 
 def _loss_of(returned: Any) -> Tensor:
