@@ -7,7 +7,7 @@ What lives here: which arrays and numbers they are, and their checks. What does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,26 +56,15 @@ class SavedStates:
     def save(self, fname: Path) -> None:
         """As ``Trainer.save_states``."""
         store = self._store_of_states()
-        states = store._get_states if self._updates_on_store else self._own_states
+        get_states, _ = self._access(store)
         steps = self._optimizer.step_counter
         head = {"optimizer": None, "steps": steps, "lr": self._shared.constant_lr, **self._alike()}
-        store.save_states("save_states", fname, head, states)
+        store.save_states("save_states", fname, head, get_states)
 
     def load(self, fname: Path) -> None:
         """As ``Trainer.load_states``."""
         store = self._store_of_states()
-        if self._updates_on_store:
-            head = store.load_states(
-                "load_states", fname, self._alike(), store._get_states, store._set_states, check_head
-            )
-        else:
-
-            def set_states(states: States) -> None:
-                self._set_own_states(store.broadcast_states(states))
-
-            head = store.load_states(
-                "load_states", fname, self._alike(), self._own_states, set_states, check_head
-            )
+        head = store.load_states("load_states", fname, self._alike(), *self._access(store), check_head)
         self._shared.restore(head["steps"], head.get("lr"))
 
     def get(self) -> dict[str, Array]:
@@ -126,10 +115,13 @@ class SavedStates:
 
     def _alike(self) -> dict[str, Any]:
         """Return what must be the same where the states are loaded."""
-        return {
-            "optimizer_class": type(self._optimizer).__name__,
-            "reduction": self._reduction,
-        }
+        return {"optimizer_class": type(self._optimizer).__name__, "reduction": self._reduction}
+
+    def _access(self, store: KVStore) -> tuple[Callable[[], States], Callable[[States], None]]:
+        """Return what gets the states on worker 0, and what sets worker 0's: the store's, or this optimizer's."""
+        if self._updates_on_store:
+            return store._get_states, store._set_states
+        return self._own_states, lambda states: self._set_own_states(store.broadcast_states(states))
 
     def _store_of_states(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""

@@ -136,16 +136,11 @@ class SharedOptimizer:
     def _attributes(self) -> dict[str, Any]:
         """Return what says how the optimizer updates, the arguments of schedules as "lr.decay_rate"."""
         attributes = vars(self._optimizer)  # not the property step_counter: a recorded step may not read it
-        kind = type(self._optimizer)
-        found = {name: value for name, value in attributes.items() if _says_how(kind, name)}
-        arguments: dict[str, Any] = {}
-        for name, value in found.items():
-            arguments |= _arguments_of(name, value)
-            if isinstance(value, list) and len(value) <= MAX_ITEMS:  # may be changed in place
-                found[name] = (
-                    repr(value) if all(isinstance(item, (int, float, str)) for item in value) else value
-                )
-        return {**found, **arguments, "step_counter": attributes["_step_counter"]}
+        found = {"step_counter": attributes["_step_counter"]}
+        for name, value in attributes.items():
+            if _says_how(type(self._optimizer), name):
+                found |= {name: _as_noted(value), **_arguments_of(name, value)}
+        return found
 
     def _note(self) -> None:
         """Remember what the optimizer is, and the one that the store has."""
@@ -174,6 +169,13 @@ def _arguments_of(where: str, value: object) -> dict[str, Any]:
         found[f"{where}.{name}"] = argument
         found |= _arguments_of(f"{where}.{name}", argument)
     return found
+
+
+def _as_noted(value: object) -> object:
+    """Return what a setting is compared by: the text of a list of numbers or texts, which may change in place."""
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        return value
+    return repr(value) if all(isinstance(item, (int, float, str)) for item in value) else value
 
 
 def _are_same(now: object, noted: object) -> bool:

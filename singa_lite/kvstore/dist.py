@@ -187,23 +187,18 @@ class DistStore(KVStore):
     def _init(self, specs: list[Spec], values: list[Tensor]) -> None:
         for spec in specs:
             self._parts[spec.key] = self._sharding.place(spec)
-        self._spread_values("init", zip(specs, values, strict=True))
+        self._spread_values("init", specs, values)
 
-    def _overwrite(self, pushes: list[Push]) -> None:
-        self._spread_values("overwrite", ((push.spec, push.value) for push in pushes))
+    def _overwrite(self, specs: list[Spec], values: list[Tensor]) -> None:
+        self._spread_values("overwrite", specs, values)
 
-    def _spread_values(self, verb: str, values: Iterable[tuple[Spec, Tensor | None]]) -> None:
+    def _spread_values(self, verb: str, specs: list[Spec], values: list[Tensor]) -> None:
         """Send the values of worker 0 to the servers."""
         if self.rank == 0:
-            self._spread(
-                verb,
-                [
-                    (spec.key, part, piece)
-                    for spec, value in values
-                    if value is not None
-                    for part, piece in self._pieces(spec, on_host(value))
-                ],
-            )
+            pieces: list[tuple[Any, Part, Array]] = []
+            for spec, value in zip(specs, values, strict=True):
+                pieces += [(spec.key, part, piece) for part, piece in self._pieces(spec, on_host(value))]
+            self._spread(verb, pieces)
 
     def _spread(self, verb: str, pieces: list[tuple[Any, Part, Array]]) -> None:
         """Send every server a list of names and the arrays of its parts, of (name, part, array)."""

@@ -26,9 +26,9 @@ from .store import KVStore
 from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
 from .sums import SumMemory
 
-LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
-MEMORY_FACTOR = 2  # of the values' elements, for sums: each key in a list of all and in one of its own
 UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
+LOCAL_NAMES = (*UNCOMPRESSED, "device", "local_allreduce_device")
+MEMORY_FACTOR = 2  # of the values' elements, for sums: each key in a list of all and in one of its own
 
 
 class ReplicaStore(KVStore):
@@ -86,12 +86,11 @@ class ReplicaStore(KVStore):
             stored.updater = self._updater
             self._stored[spec.key] = stored
 
-    def _overwrite(self, pushes: list[Push]) -> None:
+    def _overwrite(self, specs: list[Spec], values: list[Tensor]) -> None:
         # workers may give them in other orders
-        for push in sorted(pushes, key=lambda push: str(push.spec.key)):
-            param = self._stored[push.spec.key].param
-            assert push.value is not None
-            param.copy_data(push.value)
+        for spec, value in sorted(zip(specs, values, strict=True), key=lambda pair: str(pair[0].key)):
+            param = self._stored[spec.key].param
+            param.copy_data(value)
             self._copy_of_worker_0(param)
 
     def _copy_of_worker_0(self, param: Tensor) -> None:
@@ -215,27 +214,22 @@ class ReplicaStore(KVStore):
             np.zeros(size, np.int32) if push.value is None else next(codes)
             for push, size in zip(pushes, sizes, strict=True)
         ]
+        ends = np.cumsum(sizes)[:-1]
         work = self._communicator.all_gather(np.concatenate(mine), name=name)
         self._count(work)
         every = work.wait()
         scales = self._communicator.all_gather(np.array([options.scale]), name=f"{name}, scale").wait()
         assert every is not None and scales is not None
-        total = np.zeros(sum(push.spec.size for push in pushes), np.float32)
+        totals = [np.zeros(push.spec.size, np.float32) for push in pushes]
         for worker, row in enumerate(every.reshape(self.num_workers, -1)):
-            start = first = 0
-            for number, (push, size) in enumerate(zip(pushes, sizes, strict=True)):
+            for number, (total, part) in enumerate(zip(totals, np.split(row, ends), strict=True)):
                 if has_value is None or has_value[worker, number]:
-                    part = total[start : start + push.spec.size]
-                    add_decoded(
-                        self._compression, row[first : first + size], float(scales.flat[worker]), part
-                    )
-                start, first = start + push.spec.size, first + size
-        if options.mean:
+                    add_decoded(self._compression, part, float(scales.flat[worker]), total)
+        for total in totals if options.mean else ():
             total /= self.num_workers
-        backend, stops = device.backend, np.cumsum([push.spec.size for push in pushes])
         return [
-            backend.asarray(total[stop - push.spec.size : stop].reshape(push.spec.shape))
-            for stop, push in zip(stops, pushes, strict=True)
+            device.backend.asarray(total.reshape(push.spec.shape))
+            for total, push in zip(totals, pushes, strict=True)
         ]
 
     def _count(self, work: Work) -> None:
@@ -246,7 +240,5 @@ class ReplicaStore(KVStore):
 def _name_of(pushes: list[Push], options: PushOptions) -> str:
     """Return the name of a sum, with all keys: the communicator compares it, and shows where it differs."""
     keys = ", ".join([repr(push.spec.key) for push in pushes])
-    shown = "".join(
-        f", {name}={value}" for name, value in options.as_json().items() if value not in (None, False)
-    )
+    shown = "".join(f", {name}=True" for name, value in options.as_json().items() if value)
     return f"kvstore.push({keys}{shown})"
