@@ -82,8 +82,7 @@ def run_plan(given: argparse.Namespace) -> int:
     options = _options(given.options)
     if given.validate:
         return _validate(given, sizes, options)
-    if given.steps is not None:
-        raise OptionError("plan: --steps is for --validate")
+    _refuse(given, ["steps"], " is for --validate")
     if given.link is None:
         raise OptionError("plan: --link is missing: what joins the hosts, for example --link 25gbit,10us")
     algorithm = given.all_reduce or "smaller"
@@ -105,9 +104,7 @@ def run_plan(given: argparse.Namespace) -> int:
 
 def _validate(given: argparse.Namespace, sizes: list[int], options: list[str] | None) -> int:
     """Return 0 if predictions are near enough, else 1."""
-    for name in ("node_link", "calibration", "save"):
-        if getattr(given, name) is not None:
-            raise OptionError(f"plan: --{name.replace('_', '-')} is not for --validate")
+    _refuse(given, ["node_link", "calibration", "save"], " is not for --validate")
     if given.gpus_per_node != 1:
         raise OptionError(
             "plan: --gpus-per-node is not for --validate, where each rank has a link of its own"
@@ -126,9 +123,7 @@ def _validate(given: argparse.Namespace, sizes: list[int], options: list[str] | 
 def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibration:
     """Return the calibration in the file that was given, or else measure one: this process loads no kernels."""
     if given.calibration is not None:
-        for name in ("options", "model", "batch_size"):
-            if getattr(given, name) is not None:
-                raise OptionError(f"plan: --{name.replace('_', '-')}: --calibration says it; leave one out")
+        _refuse(given, ["options", "model", "batch_size"], ": --calibration says it; leave one out")
         return read_calibration(given.calibration)
     work = _work(given)
     with tempfile.TemporaryDirectory() as folder:
@@ -146,6 +141,13 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
         if answer.returncode != 0:
             raise OptionError("plan: measuring a calibration failed, see above; give one with --calibration")
         return read_calibration(path)
+
+
+def _refuse(given: argparse.Namespace, names: list[str], why: str) -> None:
+    """Raise OptionError if an argument was given that is not for this use."""
+    for name in names:
+        if getattr(given, name) is not None:
+            raise OptionError(f"plan: --{name.replace('_', '-')}{why}")
 
 
 def _work(given: argparse.Namespace) -> dict[str, Any]:
