@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank of `singa-lite bench allreduce` does: time collectives, and, on rank 0, write down what was measured.
 
-A rank is started as ``main(task as JSON, file for the result)``. Starting ranks and the table are in allreduce.py.
+Starting ranks and the table are in allreduce.py.
 """
 
 from __future__ import annotations

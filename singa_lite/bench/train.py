@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank of a run does: train as the Settings say, and, on rank 0, write down what was measured.
-
-A rank is started as ``main(settings as JSON, file for the result, folder of the data or "", "bar" or "")``.
-"""
+"""What one rank of a run does: train as the Settings say, and, on rank 0, write down what was measured."""
 
 from __future__ import annotations
 

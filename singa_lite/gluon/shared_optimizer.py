@@ -57,7 +57,8 @@ class SharedOptimizer:
     def _take_lr(self, lr: float) -> None:
         """Take over a learning rate that the script has set by the store's ``set_learning_rate``."""
         self._optimizer.lr = lr
-        self._note_lr()
+        now = self._attributes()
+        self._noted |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
 
     def restore(self, steps: int, lr: float | None) -> None:
         """Go on after ``steps`` steps with a saved ``constant_lr``; a schedule stays. States have been set before."""
@@ -146,10 +147,6 @@ class SharedOptimizer:
         """Remember what the optimizer is, and the one that the store has."""
         self._noted = self._attributes()
         self._description = None if self._store is None else self._store.optimizer_description
-
-    def _note_lr(self) -> None:
-        now = self._attributes()
-        self._noted |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
 
 
 def _says_how(kind: type, name: str) -> bool:

@@ -303,10 +303,7 @@ class DistStore(KVStore):
             if push.value is not None
         }
         if self._compression is not None:
-            flat = {key: [piece.reshape(-1) for piece in each] for key, each in pieces.items()}
-            encoded, lost = self._residuals.encode(f"{self.type}: {what}", self._compression, flat)
-            codes = iter(encoded)
-            pieces = {key: [next(codes) for _ in each] for key, each in pieces.items()}
+            pieces, lost = self._residuals.encode(f"{self.type}: {what}", self._compression, pieces)
         pushed: list[tuple[Spec, Part, Array | None]] = []
         for push in pushes:
             parts = self._parts[push.spec.key]

@@ -205,17 +205,16 @@ class ReplicaStore(KVStore):
     ) -> list[Any]:
         """Return for each push the sum of what all workers' codes stand for, each with its worker's scale."""
         assert self._compression is not None
-        given = {push.spec.key: [to_numpy(push.value).ravel()] for push in pushes if push.value is not None}
-        encoded, lost = self._residuals.encode(f"{self.type}: push", self._compression, given)
+        given = {push.spec.key: [to_numpy(push.value)] for push in pushes if push.value is not None}
+        codes, lost = self._residuals.encode(f"{self.type}: push", self._compression, given)
         self._residuals.update(lost)
-        codes = iter(encoded)
         sizes = [self._compression.code_size(push.spec.size) for push in pushes]
-        mine = [
-            np.zeros(size, np.int32) if push.value is None else next(codes)
-            for push, size in zip(pushes, sizes, strict=True)
-        ]
+        mine = np.zeros(sum(sizes), np.int32)
         ends = np.cumsum(sizes)[:-1]
-        work = self._communicator.all_gather(np.concatenate(mine), name=name)
+        for push, part in zip(pushes, np.split(mine, ends), strict=True):
+            if push.value is not None:
+                part[...] = codes[push.spec.key][0]
+        work = self._communicator.all_gather(mine, name=name)
         self._count(work)
         every = work.wait()
         scales = self._communicator.all_gather(np.array([options.scale]), name=f"{name}, scale").wait()

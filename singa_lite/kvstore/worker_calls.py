@@ -89,13 +89,11 @@ class WorkerCalls(KVStoreBase):
             self.check_usable(where)
             try:
                 yield
-            except CommError as error:
-                self.abort(str(error))
-                raise
-            except SingaLiteError:
-                raise
             except BaseException as error:
-                self.abort(f"{where} was ended by {type(error).__name__}")
+                if isinstance(error, CommError):
+                    self.abort(str(error))
+                elif not isinstance(error, SingaLiteError):
+                    self.abort(f"{where} was ended by {type(error).__name__}")
                 raise
 
     @contextmanager
