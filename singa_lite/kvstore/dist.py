@@ -351,7 +351,7 @@ class DistStore(KVStore):
             self._requests[number] = request
         with self.naming(request):
             for server, header in headers.items():
-                to = self._rank_of(server)
+                to = self.num_workers + server
                 request.sends.append(self._messenger.send(to, header, arrays.get(server, ())))
         return request
 
@@ -362,9 +362,6 @@ class DistStore(KVStore):
             yield
         except CommError as error:
             raise CommError(f"{self.type}: {request.name}: {error}") from None
-
-    def _rank_of(self, server: int) -> int:
-        return self.num_workers + server
 
     def _gone_error(self, request: Request, server: int) -> CommError:
         return CommError(f"{self.type}: {self._messenger.name}: {request.name}: {self._gone[server]}")
@@ -413,7 +410,7 @@ class DistStore(KVStore):
         """Report to the servers what this worker does, see ``Server._note``."""
         for server in servers:
             if server not in self._gone:
-                self._messenger.send(self._rank_of(server), ["note", request, what])
+                self._messenger.send(self.num_workers + server, ["note", request, what])
 
     def _handle(self, request: Request, message: Message) -> None:
         server = message.source - self.num_workers

@@ -26,6 +26,7 @@ from .store import KVStore
 from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
 from .sums import SumMemory
 
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
 LOCAL_NAMES = (*UNCOMPRESSED, "device", "local_allreduce_device")
 MEMORY_FACTOR = 2  # of the values' elements, for sums: each key in a list of all and in one of its own
@@ -153,16 +154,14 @@ class ReplicaStore(KVStore):
         else:
             parts = self._gather_codes(pushes, device, options, has_value, name)
         with self.applying("push"):
-            for number, (push, part) in enumerate(zip(pushes, parts, strict=True)):
-                if has_value is None or has_value[:, number].any():
+            for push, part, is_given in zip(pushes, parts, np.any(has_value, axis=0), strict=True):
+                if is_given:
                     self._stored[push.spec.key].apply(part)
 
-    def _gather_has_value(
-        self, pushes: list[Push], options: PushOptions, name: str
-    ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """Return for each worker, and each key in order, whether it has a value; None: all have."""
+    def _gather_has_value(self, pushes: list[Push], options: PushOptions, name: str) -> Flags:
+        """Return whether each worker has a value for each key, shape (workers, keys)."""
         if not options.allow_none:
-            return None
+            return np.ones((self.num_workers, len(pushes)), np.bool_)
         mine = np.array([push.value is not None for push in pushes])
         every = self._communicator.all_gather(mine.astype(np.int32), name=f"{name}, given").wait()
         assert every is not None
@@ -200,7 +199,7 @@ class ReplicaStore(KVStore):
         pushes: list[Push],
         device: Device,
         options: PushOptions,
-        has_value: np.ndarray[Any, np.dtype[np.bool_]] | None,
+        has_value: Flags,
         name: str,
     ) -> list[Any]:
         """Return for each push the sum of what all workers' codes stand for, each with its worker's scale."""
@@ -222,7 +221,7 @@ class ReplicaStore(KVStore):
         totals = [np.zeros(push.spec.size, np.float32) for push in pushes]
         for worker, row in enumerate(every.reshape(self.num_workers, -1)):
             for number, (total, part) in enumerate(zip(totals, np.split(row, ends), strict=True)):
-                if has_value is None or has_value[worker, number]:
+                if has_value[worker, number]:
                     add_decoded(self._compression, part, float(scales.flat[worker]), total)
         for total in totals if options.mean else ():
             total /= self.num_workers

@@ -82,8 +82,7 @@ class WorkerCalls(KVStoreBase):
     def aborting(self, where: str) -> Iterator[None]:
         """Inside, an exception aborts the store, as the exchange is half done; but not one that a check of ours raises.
 
-        Args:
-            where: the caller, for errors.
+        ``where`` is the caller, for errors.
         """
         with self._one_thread(where):
             self.check_usable(where)
@@ -113,8 +112,7 @@ class WorkerCalls(KVStoreBase):
     def applying(self, where: str) -> Iterator[None]:
         """Inside, any exception aborts the store: other workers may have applied what this one has not.
 
-        Args:
-            where: the caller, for errors.
+        ``where`` is the caller, for errors.
         """
         try:
             yield
