@@ -79,7 +79,9 @@ def run_plan(given: argparse.Namespace) -> int:
         OptionError: an argument that is wrong, or not for this use. CommError: the ranks of --validate failed.
     """
     sizes = _sizes(given.ranks)
-    options = _options(given.options)
+    options = None if given.options is None else read_list("options", given.options)
+    for option in options or ():
+        check_has_formula(option)
     if given.validate:
         return _validate(given, sizes, options)
     _refuse(given, ["steps"], " is for --validate")
@@ -156,16 +158,6 @@ def _work(given: argparse.Namespace) -> dict[str, Any]:
     model = MODELS[0] if given.model is None else given.model
     check_model(model)
     return {"model": model, "batch_size": check_int("plan", "--batch-size", batch_size, 1)}
-
-
-def _options(text: str | None) -> list[str] | None:
-    """Return the options of "A,B"; None: not given."""
-    if text is None:
-        return None
-    options = read_list("options", text)
-    for option in options:
-        check_has_formula(option)
-    return options
 
 
 def _sizes(text: str) -> list[int]:

@@ -200,7 +200,9 @@ class RankTraining:
         value = float(loss.item())
         self._step_s.append(time.perf_counter() - start)
         if self.dist.step_counter - updates == 1:  # of several they are known of the last one alone
-            for name, seconds in self._step_parts().items():
+            parts = self.dist.step_seconds
+            known = {"wait": self.dist.wait_s} if parts is None else asdict(parts)
+            for name, seconds in known.items():
                 self._parts_s.setdefault(name, []).append(seconds)
         if len(self._step_s) == 1:
             self._check_option_has_run()
@@ -217,11 +219,6 @@ class RankTraining:
                 f"{self._settings.option!r}; it must call self.optimizer(loss), or have an argument dist_option and "
                 "pass it on"
             )
-
-    def _step_parts(self) -> dict[str, float | None]:
-        """Return the seconds of parts of the last step, by name."""
-        seconds = self.dist.step_seconds
-        return {"wait": self.dist.wait_s} if seconds is None else asdict(seconds)
 
     def _parts_ms(self) -> dict[str, float]:
         """Return the mean of each part that is known of all steps, without the first ones if there are others."""

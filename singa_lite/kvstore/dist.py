@@ -260,7 +260,6 @@ class DistStore(KVStore):
         self._spread("set_states", pieces)
 
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
-        break_graph("it uses a key-value store")
         if pushes and self._is_async and self._optimizer is None:
             raise OptionError(
                 f"{self.type}: {what}: set_optimizer() comes first; without one there is no update"

@@ -122,7 +122,6 @@ class ReplicaStore(KVStore):
             self._stored[key].set_states(arrays)
 
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
-        break_graph("it uses a key-value store")
         groups: dict[tuple[Device, np.dtype[Any]], list[Push]] = {}
         for push in pushes:
             device = self._stored[push.spec.key].param.device

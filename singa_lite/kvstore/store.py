@@ -259,6 +259,7 @@ class KVStore(WorkerCalls):
     ) -> Work:
         """Begin an exchange, and wait for its end unless ``wait`` is False."""
         with self.aborting(where):
+            break_graph("it uses a key-value store")
             work = self._exchange(where, pushes, pulls, options)
             if wait:
                 work.wait()
@@ -366,13 +367,9 @@ class KVStore(WorkerCalls):
     def save_states(
         self, where: str, fname: Path, head: Mapping[str, Any], get_states: Callable[[], States]
     ) -> None:
-        """Save states by key, such as those of a Trainer's own optimizer; a collective of the workers.
+        """Save states by key, such as those of a Trainer's own optimizer, and ``head``, JSON values; all call it.
 
-        Args:
-            where: the caller, for errors.
-            fname: the file.
-            head: what else is kept, JSON values.
-            get_states: gives the states on worker 0; called on all.
+        ``get_states`` gives the states on worker 0, and is called on all.
         """
         _check_path(where, fname)
 
@@ -397,8 +394,7 @@ class KVStore(WorkerCalls):
         """Read a file on worker 0, check it, and give its states to ``set_states`` there, {} on others.
 
         Args:
-            where: the caller, for errors.
-            fname: the file.
+            where, fname: the caller, for errors, and the file.
             alike: what must be as when it was saved, of ``head``; the optimizer's class unless one was dumped.
             get_states: gives the states that there are, on worker 0; called on all.
             set_states: takes those of the file; called on all.
