@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.base import KINDS
+from ..comm.link import Link
 from ..errors import OptionError, check_choice, check_int, check_number
 from .wire_bytes import Message
 
@@ -46,9 +47,9 @@ class Network:
         check_choice("Network", "algorithm", self.algorithm, ALGORITHMS)
 
     @classmethod
-    def of_link(cls, bits_per_s: float, latency_s: float, algorithm: str = "ring") -> Network:
-        """Return the network of a link's rate in bit/s and its latency in seconds."""
-        return cls(latency_s, 8 / bits_per_s, algorithm=algorithm)
+    def of_link(cls, link: Link, algorithm: str = "ring") -> Network:
+        """Return the network of ranks that each have such a link."""
+        return cls(link.latency_ns / 1e9, 8 / link.bits_per_s, algorithm=algorithm)
 
 
 class Transfer(NamedTuple):

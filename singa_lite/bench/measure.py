@@ -244,11 +244,5 @@ def buckets_of(alone: Alone, ready_s: Mapping[str, float]) -> tuple[BucketShapes
 
 
 def main(path: str, options: str, work: str) -> None:
-    """Measure, and write the calibration to ``path``.
-
-    Args:
-        path: of the file.
-        options: a list of texts as JSON.
-        work: the arguments of a Workload as JSON.
-    """
+    """Measure a list of ``options`` and the arguments of a Workload, both JSON; write the calibration to ``path``."""
     write_calibration(Path(path), measure(json.loads(options), Workload(**json.loads(work))))

@@ -88,10 +88,10 @@ def run_plan(given: argparse.Namespace) -> int:
     if given.link is None:
         raise OptionError("plan: --link is missing: what joins the hosts, for example --link 25gbit,10us")
     algorithm = given.all_reduce or "smaller"
-    outer = _network("--link", given.link, algorithm)
+    outer = Network.of_link(parse_link("--link", given.link), algorithm)
     inner = Network(0.0, 0.0)
     if given.node_link is not None:
-        inner = _network("--node-link", given.node_link, algorithm)
+        inner = Network.of_link(parse_link("--node-link", given.node_link), algorithm)
     if check_int("plan", "--gpus-per-node", given.gpus_per_node, 1) > MAX_RANKS:
         raise OptionError(f"plan: --gpus-per-node {given.gpus_per_node}: expected at most {MAX_RANKS:,}")
     cluster = Cluster(inner, outer, given.gpus_per_node)
@@ -168,8 +168,3 @@ def _sizes(text: str) -> list[int]:
     if any(len(word) > len(str(MAX_RANKS)) or int(word) > MAX_RANKS for word in words):
         raise OptionError(f"plan: --ranks {text!r}: expected at most {MAX_RANKS:,} ranks")
     return [int(word) for word in words]
-
-
-def _network(option: str, text: str, algorithm: str) -> Network:
-    link = parse_link(option, text)
-    return Network.of_link(link.bits_per_s, link.latency_ns / 1e9, algorithm)

@@ -103,11 +103,8 @@ def rows_of(
 
 def when_reached(result: Result, target: float) -> Mapping[str, Any] | None:
     """Return the first of two consecutive evaluations that reach ``target``; None if there are none."""
-    evaluations = result["evaluations"]
-    for first, second in pairwise(evaluations):
-        if min(first["accuracy"], second["accuracy"]) >= target:
-            return first  # type: ignore[no-any-return]
-    return None
+    pairs = pairwise(result["evaluations"])
+    return next((one for one, two in pairs if min(one["accuracy"], two["accuracy"]) >= target), None)
 
 
 def table(rows: Sequence[Row], target: float | None) -> str:

@@ -75,12 +75,7 @@ class Found:
 
 
 def main(trial: str, result: str) -> None:
-    """Time as one rank of the world that the environment names; rank 0 writes a Found to ``result``.
-
-    Args:
-        trial: a Trial as JSON.
-        result: the file.
-    """
+    """Time a Trial, as JSON, as one rank of the world that the environment names; rank 0 writes a Found to ``result``."""
     given = json.loads(trial)
     communicator = process_communicator()
     found = Rank(Trial(**{**given, "options": tuple(given["options"])}), communicator).run()
@@ -163,13 +158,12 @@ class Rank:
         largest: dict[str, int] = {}
         for option in self._trial.options:
             for kind, payload in messages_of(option, self._shapes, self._communicator.size):
-                largest[kind] = max(largest.get(kind, 0), payload)
+                largest[kind] = max(largest.get(kind, 2 * SHORT), payload)
         found = {}
         for kind, payload in largest.items():
             short_s = self._time_collective(self._host, kind, SHORT)
-            long_s = self._time_collective(self._host, kind, max(payload, 2 * SHORT))
-            byte_s = max(0.0, long_s - short_s) / max(payload, 2 * SHORT)
-            found[kind] = (short_s, byte_s)
+            long_s = self._time_collective(self._host, kind, payload)
+            found[kind] = short_s, max(0.0, long_s - short_s) / payload
         return found
 
     def _time_calls(self) -> float:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -282,12 +283,10 @@ class DistStore(KVStore):
                 contents[part.server]["pull"].append(pull.spec.key)
                 targets[part.server].append(piece)
 
-        def finish() -> None:
-            for pull, array in staging:
-                _give(array, pull.outs)
-
         keys = [push.spec.key for push in pushes] or [pull.spec.key for pull in pulls]
-        request = self._send(f"{what} of {_shown(keys)}", "exchange", contents, arrays, targets, finish)
+        request = self._send(
+            f"{what} of {_shown(keys)}", "exchange", contents, arrays, targets, partial(_give, staging)
+        )
         self._residuals.update(lost)
         return request
 
@@ -453,13 +452,14 @@ def _host_array(out: Tensor) -> Array:
     return array if isinstance(array, np.ndarray) else out.device.backend.host_array(out.shape, out.dtype)
 
 
-def _give(array: Array, outs: Sequence[Tensor]) -> None:
-    """Copy a pulled value to those Tensors that it was not read into."""
-    for out in outs:
-        if out.array is not array:
-            backend = out.device.backend
-            source = array if isinstance(out.array, np.ndarray) else backend.asarray(array)
-            backend.run("copy", source, out=out.array)
+def _give(pulled: list[tuple[Pull, Array]]) -> None:
+    """Copy pulled values to those Tensors that they were not read into."""
+    for pull, array in pulled:
+        for out in pull.outs:
+            if out.array is not array:
+                backend = out.device.backend
+                source = array if isinstance(out.array, np.ndarray) else backend.asarray(array)
+                backend.run("copy", source, out=out.array)
 
 
 def _shown(keys: list[Key]) -> str:

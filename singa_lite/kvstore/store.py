@@ -18,13 +18,12 @@ from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
 from ..comm.work import Work
 from ..dtypes import LARGEST_FLOAT32
-from ..errors import CheckpointError, OptionError, check_bool, check_choice, check_number
+from ..errors import CheckpointError, OptionError, check_bool, check_number
 from ..graph.recorder import break_graph
 from ..opt.base import Optimizer
 from ..opt.wrapper import OptimizerWrapper
 from ..tensor import Tensor
 from .arguments import Arguments
-from .base import OPTIMIZER
 from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec
 from .compression import Compression
 from .residuals import Array, Residuals
@@ -62,6 +61,8 @@ class KVStore(WorkerCalls):
         communicator: the workers.
     """
 
+    _can_update = True
+
     def __init__(self, name: str, communicator: Communicator) -> None:
         super().__init__(name, communicator)
         self._arguments = Arguments(name)
@@ -86,11 +87,6 @@ class KVStore(WorkerCalls):
     def num_servers(self) -> int:
         """How many servers keep the values; 0: every worker keeps them all."""
         return 0
-
-    @staticmethod
-    def is_capable(capability: str) -> bool:
-        check_choice("is_capable", "capability", capability, (OPTIMIZER,))
-        return True
 
     @property
     @abstractmethod
