@@ -25,7 +25,7 @@ from .models import MODELS, check_model
 from .plan import report
 from .validation import validate
 from .validation_rank import Trial
-from .wire_bytes import check_has_formula
+from .wire_bytes import messages_of
 
 STEPS = 24
 MAX_RANKS = 10**9
@@ -81,7 +81,7 @@ def run_plan(given: argparse.Namespace) -> int:
     sizes = _sizes(given.ranks)
     options = None if given.options is None else read_list("options", given.options)
     for option in options or ():
-        check_has_formula(option)
+        messages_of(option, ((1,),), 1)  # raises where there is no formula
     if given.validate:
         return _validate(given, sizes, options)
     _refuse(given, ["steps"], " is for --validate")

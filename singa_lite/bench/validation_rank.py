@@ -75,7 +75,7 @@ class Found:
 
 
 def main(trial: str, result: str) -> None:
-    """Time a Trial, as JSON, as one rank of the world that the environment names; rank 0 writes a Found to ``result``."""
+    """Time a Trial, given as JSON, as a rank of the environment's world; rank 0 writes a Found to ``result``."""
     given = json.loads(trial)
     communicator = process_communicator()
     found = Rank(Trial(**{**given, "options": tuple(given["options"])}), communicator).run()
