@@ -131,8 +131,7 @@ class Trainer:
         Raises:
             OptionError: no number >= 0. CommError: the workers set different ones.
         """
-        number = check_number("Trainer: set_learning_rate", "lr", lr, 0, LARGEST_FLOAT32)
-        self._shared.set_lr(number)
+        self._shared.set_lr(check_number("Trainer: set_learning_rate", "lr", lr, 0, LARGEST_FLOAT32))
 
     @property
     def bytes_sent(self) -> int:

@@ -97,10 +97,8 @@ class Arguments:
                 raise DTypeError(
                     f"{self._name}: {where}: compression is for float32, and key {spec.key!r} is {spec.dtype}"
                 )
-            if len(arrays) == 1 and arrays[0] is None and options.allow_none:
-                pushes.append(Push(spec, None))
-            else:
-                pushes.append(Push(spec, self.like_key(where, spec, arrays)))
+            is_left_out = len(arrays) == 1 and arrays[0] is None and options.allow_none
+            pushes.append(Push(spec, None if is_left_out else self.like_key(where, spec, arrays)))
         return pushes
 
     def like_key(self, where: str, spec: Spec, arrays: list[Any]) -> Tensor:

@@ -90,8 +90,7 @@ class ServerPart:
         if any(not answer.done() for answer in self._answers):
             self.stored.param.array = self.value.copy()
         self._answers.clear()
-        before = self.value
-        self.stored.apply(total.astype(before.dtype, copy=False))
+        self.stored.apply(total.astype(self.value.dtype, copy=False))
         self._spare += [array for array, _ in given if array is not self.value and compression is None]
         del self._spare[len(self.queues) :]
 

@@ -28,12 +28,7 @@ BUSY_S = 1.0  # that a call waits for the end of another thread's
 
 
 class WorkerCalls(KVStoreBase):
-    """A store of several workers.
-
-    Args:
-        name: what the store was created by.
-        communicator: the workers.
-    """
+    """A store of several workers; see ``KVStore`` for its arguments."""
 
     def __init__(self, name: str, communicator: Communicator) -> None:
         self._name = name
