@@ -7,6 +7,7 @@ communicator. What does not: servers (dist.py, server.py).
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -153,14 +154,14 @@ class ReplicaStore(KVStore):
         else:
             parts = self._gather_codes(pushes, device, options, has_value, name)
         with self.applying("push"):
-            for push, part, is_given in zip(pushes, parts, np.any(has_value, axis=0), strict=True):
-                if is_given:
+            for number, (push, part) in enumerate(zip(pushes, parts, strict=True)):
+                if has_value is None or has_value[:, number].any():
                     self._stored[push.spec.key].apply(part)
 
-    def _gather_has_value(self, pushes: list[Push], options: PushOptions, name: str) -> Flags:
-        """Return whether each worker has a value for each key, shape (workers, keys)."""
+    def _gather_has_value(self, pushes: list[Push], options: PushOptions, name: str) -> Flags | None:
+        """Return whether each worker has a value for each key, shape (workers, keys); None: all have."""
         if not options.allow_none:
-            return np.ones((self.num_workers, len(pushes)), np.bool_)
+            return None
         mine = np.array([push.value is not None for push in pushes])
         every = self._communicator.all_gather(mine.astype(np.int32), name=f"{name}, given").wait()
         assert every is not None
@@ -198,7 +199,7 @@ class ReplicaStore(KVStore):
         pushes: list[Push],
         device: Device,
         options: PushOptions,
-        has_value: Flags,
+        has_value: Flags | None,
         name: str,
     ) -> list[Any]:
         """Return for each push the sum of what all workers' codes stand for, each with its worker's scale."""
@@ -207,11 +208,11 @@ class ReplicaStore(KVStore):
         codes, lost = self._residuals.encode(f"{self.type}: push", self._compression, given)
         self._residuals.update(lost)
         sizes = [self._compression.code_size(push.spec.size) for push in pushes]
+        spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         mine = np.zeros(sum(sizes), np.int32)
-        ends = np.cumsum(sizes)[:-1]
-        for push, part in zip(pushes, np.split(mine, ends), strict=True):
+        for push, span in zip(pushes, spans, strict=True):
             if push.value is not None:
-                part[...] = codes[push.spec.key][0]
+                mine[span] = codes[push.spec.key][0]
         work = self._communicator.all_gather(mine, name=name)
         self._count(work)
         every = work.wait()
@@ -219,9 +220,9 @@ class ReplicaStore(KVStore):
         assert every is not None and scales is not None
         totals = [np.zeros(push.spec.size, np.float32) for push in pushes]
         for worker, row in enumerate(every.reshape(self.num_workers, -1)):
-            for number, (total, part) in enumerate(zip(totals, np.split(row, ends), strict=True)):
-                if has_value[worker, number]:
-                    add_decoded(self._compression, part, float(scales.flat[worker]), total)
+            for number, (total, span) in enumerate(zip(totals, spans, strict=True)):
+                if has_value is None or has_value[worker, number]:
+                    add_decoded(self._compression, row[span], float(scales.flat[worker]), total)
         for total in totals if options.mean else ():
             total /= self.num_workers
         return [
