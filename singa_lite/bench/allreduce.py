@@ -26,6 +26,7 @@ from ..launch.several_hosts import find_mpiexec
 from ..path_arguments import new_file
 from .collectives import Task
 from .command import check_ranks, markdown_table, rank_command, read_ints, read_list, run_command, say
+from .report import Figure
 from .runs import Provenance, machine_facts, machine_text, software_facts
 
 TRANSPORTS = ("shm", "mpi")
@@ -137,18 +138,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     names = ["collective", "transport", "ranks", "link", "bytes", "sent by a rank", "ms", "sent, GB/s"]
     cells = []
     for row in rows:
-        low, middle, high = (f"{1e3 * row[name]:.4g}" for name in ("lowest_s", "median_s", "highest_s"))
         world = [row["collective"], row["transport"], str(row["ranks"]), row["link"] or "-"]
-        time = middle if low == high else f"{middle} ({low} to {high})"
-        cells.append(
-            [
-                *world,
-                f"{row['bytes']:,}",
-                f"{row['bytes_sent']:,}",
-                time,
-                f"{row['bytes_sent'] / row['median_s'] / 1e9:.3g}",
-            ]
-        )
+        seconds = Figure(row["median_s"], row["lowest_s"], row["highest_s"])
+        rate = f"{row['bytes_sent'] / row['median_s'] / 1e9:.3g}"
+        sizes = [f"{row['bytes']:,}", f"{row['bytes_sent']:,}"]
+        cells.append([*world, *sizes, seconds.text(".4g", 1e3), rate])
     return markdown_table(names, cells)
 
 

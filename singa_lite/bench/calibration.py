@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, SingaLiteError, check_int, check_number
+from ..errors import OptionError, check_int, check_number
 from ..files import atomic_file
 from .wire_bytes import word_of
 
@@ -88,11 +88,9 @@ def calibration_from(where: str, found: Any) -> Calibration:
     try:
         fields = _fields(where, found, ("compute_s", "update_s", "buckets", "options"), ("about",))
         options = {name: _option(where, name, given) for name, given in fields["options"].items()}
-        buckets = tuple(_bucket(where, number, given) for number, given in enumerate(fields["buckets"]))
+        buckets = _buckets(where, fields["buckets"])
         times = [check_number(where, name, fields[name], 0, LONGEST_S) for name in ("compute_s", "update_s")]
     except (AttributeError, TypeError) as error:
-        if isinstance(error, SingaLiteError):
-            raise
         raise OptionError(
             f"{where}: options is an object and buckets are lists, as the documentation says"
         ) from error
@@ -125,18 +123,17 @@ def _option(where: str, name: str, given: Any) -> OptionTimes:
     word_of(name)
     where = f"{where}: options: {name}"
     fields = _fields(where, given, ("compress_s",), ("merge_s", "buckets"))
-    own = enumerate(fields.get("buckets", ()))
-    buckets = tuple(_bucket(where, number, bucket) for number, bucket in own)
-    times = (fields["compress_s"], fields.get("merge_s", 0.0))
-    compress_s, merge_s = (
-        check_number(where, key, value, 0, LONGEST_S)
-        for key, value in zip(("compress_s", "merge_s"), times, strict=True)
-    )
+    buckets = _buckets(where, fields.get("buckets", ()))
+    compress_s = check_number(where, "compress_s", fields["compress_s"], 0, LONGEST_S)
+    merge_s = check_number(where, "merge_s", fields.get("merge_s", 0.0), 0, LONGEST_S)
     return OptionTimes(compress_s, merge_s, buckets)
 
 
-def _bucket(where: str, number: int, given: Any) -> BucketShapes:
-    where = f"{where}: bucket {number}"
+def _buckets(where: str, given: Any) -> tuple[BucketShapes, ...]:
+    return tuple(_bucket(f"{where}: bucket {number}", bucket) for number, bucket in enumerate(given))
+
+
+def _bucket(where: str, given: Any) -> BucketShapes:
     fields = _fields(where, given, ("ready_s", "shapes"))
     shapes = tuple(tuple(check_int(where, "shapes", size, 1) for size in shape) for shape in fields["shapes"])
     if not shapes:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank of `singa-lite bench allreduce` does: time collectives, and, on rank 0, write down what was measured.
 
-A rank is started as ``main(task as JSON, file for the result)``. Starting ranks and the table are in allreduce.py.
+Starting ranks and the table are in allreduce.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..files import atomic_file
 BUDGET_S = 0.2  # of the calls of one size in a round
 LEAST_CALLS, MOST_CALLS = 5, 500
 WARM_UP = 3
+SUMS = ("all_reduce", "reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,13 @@ def _array(kind: str, num_bytes: int, size: int) -> np.ndarray:
     return np.zeros(-(-count // size) * size if kind in HAS_BLOCKS else count, np.float32)
 
 
-def _starts(communicator: Communicator, kind: str, array: np.ndarray) -> Callable[[], Work]:
-    """Return what starts the collective."""
-    method = getattr(communicator, kind)
-    if kind in ("all_reduce", "reduce", "reduce_scatter"):
-        return lambda: method(array, "sum")  # type: ignore[no-any-return]
-    return lambda: method(array)  # type: ignore[no-any-return]
-
-
 def _measure(communicator: Communicator, kind: str, array: np.ndarray) -> tuple[float, int, int]:
     """Return the median over calls of the slowest rank's seconds, the calls, and the bytes sent in one.
 
     A call is timed from the end of a barrier before it.
     """
-    start_call = _starts(communicator, kind, array)
+    operation = ("sum",) if kind in SUMS else ()
+    start_call = partial(getattr(communicator, kind), array, *operation)
     seconds = _slowest(communicator, start_call, WARM_UP)
     calls = int(min(MOST_CALLS, max(LEAST_CALLS, BUDGET_S / max(1e-9, seconds[-1]))))  # equal on all ranks
     before = communicator.traffic.bytes_sent

@@ -187,12 +187,11 @@ def changes_of(
     def change(name: str) -> Change:
         return Change(Figure(**before[name]), Figure(**after[name]))
 
-    errors = [_error(Figure(**row["accuracy"])) for row in rows]
     found = {
         "step ms": change("step_ms"),
         "bytes of the run": change("run_bytes"),
         "loss": change("loss"),
-        "error %": Change(errors[0], errors[1]),
+        "error %": Change(_error(before), _error(after)),
     }
     if target is not None:
         times = [None if row["target_s"] is None else Figure(**row["target_s"]) for row in rows]
@@ -225,8 +224,9 @@ def _left_out(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _error(accuracy: Figure) -> Figure:
+def _error(row: Mapping[str, Any]) -> Figure:
     """Return 100 % minus the accuracy."""
+    accuracy = Figure(**row["accuracy"])
     mean, lowest, highest = (
         100 * (1 - value) for value in (accuracy.mean, accuracy.highest, accuracy.lowest)
     )

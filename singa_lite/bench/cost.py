@@ -14,10 +14,12 @@ Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication O
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..comm.base import KINDS
+from ..comm.link import Link
 from ..errors import OptionError, check_choice, check_int, check_number
 from .wire_bytes import Message
 
@@ -45,9 +47,9 @@ class Network:
         check_choice("Network", "algorithm", self.algorithm, ALGORITHMS)
 
     @classmethod
-    def of_link(cls, bits_per_s: float, latency_s: float, algorithm: str = "ring") -> Network:
-        """Return the network of a link's rate in bit/s and its latency in seconds."""
-        return cls(latency_s, 8 / bits_per_s, algorithm=algorithm)
+    def of_link(cls, link: Link, algorithm: str = "ring") -> Network:
+        """Return the network of ranks that each have such a link."""
+        return cls(link.latency_ns / 1e9, 8 / link.bits_per_s, algorithm=algorithm)
 
 
 class Transfer(NamedTuple):
@@ -83,7 +85,7 @@ def ring_all_reduce(network: Network, payload: float, size: int) -> Transfer:
 
 def doubling_all_reduce(network: Network, payload: float, size: int) -> Transfer:
     """Return the time of an all-reduce by recursive doubling: ceil(log2 N) (α + β B)."""
-    rounds = _rounds(_check(payload, size))
+    rounds = (_check(payload, size) - 1).bit_length()  # ceil(log2 N)
     return Transfer(rounds * network.byte_s * payload, rounds * network.hop_s)
 
 
@@ -91,12 +93,8 @@ def all_reduce(network: Network, payload: float, size: int) -> Transfer:
     """Return the time of an all-reduce by the network's algorithm."""
     ring = ring_all_reduce(network, payload, size)
     doubling = doubling_all_reduce(network, payload, size)
-    by_name = {
-        "ring": ring,
-        "doubling": doubling,
-        "smaller": min(ring, doubling, key=lambda one: one.total_s),
-    }
-    return by_name[network.algorithm]
+    smaller = min(ring, doubling, key=lambda one: one.total_s)
+    return {"ring": ring, "doubling": doubling, "smaller": smaller}[network.algorithm]
 
 
 def all_gather(network: Network, payload: float, size: int) -> Transfer:
@@ -113,16 +111,9 @@ def scatter(network: Network, payload: float, size: int) -> Transfer:
 
 def collective(network: Network, message: Message, size: int) -> Transfer:
     """Return the time of a collective by its kind."""
-    kinds: dict[str, Callable[[Network, float, int], Transfer]] = {
-        "all_reduce": all_reduce,
-        "all_gather": all_gather,
-        "reduce_scatter": scatter,
-        "all_to_all": scatter,
-        "broadcast": scatter,
-        "reduce": scatter,
-    }
-    check_choice("collective", "kind", message.kind, kinds)
-    return kinds[message.kind](network, message.payload, size)
+    check_choice("collective", "kind", message.kind, KINDS)
+    formula = {"all_reduce": all_reduce, "all_gather": all_gather}.get(message.kind, scatter)
+    return formula(network, message.payload, size)
 
 
 def hierarchical_all_reduce(
@@ -234,11 +225,6 @@ def step_s(
 def local_sgd_step_s(compute_s: float, update_s: float, transfer: Transfer, period: int) -> float:
     """Return the mean seconds of a step that averages parameters every H = ``period``: compute + update + wire/H."""
     return compute_s + update_s + transfer.total_s / check_int("local_sgd_step_s", "period", period, 1)
-
-
-def _rounds(size: int) -> int:
-    """Return ceil(log2 size)."""
-    return (size - 1).bit_length()
 
 
 def _check(payload: float, size: int) -> int:

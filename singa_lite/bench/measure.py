@@ -139,10 +139,7 @@ class Alone:
 
 
 def measure(
-    options: Sequence[str] = MEASURED,
-    work: Workload | None = None,
-    rounds: int = ROUNDS,
-    limit_s: float = LIMIT_S,
+    options: Sequence[str] = MEASURED, work: Workload | None = None, rounds: int = ROUNDS
 ) -> Calibration:
     """Measure steps on one rank, in this process, on the CPU; takes some seconds.
 
@@ -152,8 +149,7 @@ def measure(
     Args:
         options: texts of dist_options; fp32 is measured in any case.
         work: what a rank computes; None: 64 images through the MNIST CNN.
-        rounds: of a step of each option, >= 1.
-        limit_s: seconds after which no more rounds begin.
+        rounds: of a step of each option, >= 1; no more begin after LIMIT_S.
 
     Raises:
         OptionError: there is no such option, or no formula of its bytes, or no such model.
@@ -165,7 +161,7 @@ def measure(
     many = {option: Alone(work, option, MANY) for option in merging}
     times: dict[str, list[LoneStepTimes]] = {option: [] for option in few}
     rests: dict[str, list[float]] = {option: [] for option in many}
-    end = time.perf_counter() + limit_s
+    end = time.perf_counter() + LIMIT_S
     for _ in range(rounds):
         for option, alone in few.items():
             times[option].append(alone.time_step())
@@ -173,10 +169,10 @@ def measure(
             rests[option].append(alone.time_step().rest_s)
         if time.perf_counter() > end:
             break
-    merge_s = {}
-    for option, seconds in rests.items():
-        more = min(seconds) - min(step.rest_s for step in times[option])
-        merge_s[option] = max(0.0, more) / (MANY - FEW)
+    more_s = {
+        option: min(rest) - min(step.rest_s for step in times[option]) for option, rest in rests.items()
+    }
+    merge_s = {option: max(0.0, seconds) / (MANY - FEW) for option, seconds in more_s.items()}
     about = f"{work.model}, {work.batch_size} images, {platform.machine()}, {get_num_threads()} threads"
     return calibration_of(options, few, times, min, about, merge_s)
 
@@ -189,12 +185,11 @@ def timed(options: Sequence[str]) -> list[str]:
 def merges(option: str, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Return whether a rank adds up the more, the more ranks there are: it gathers as much of each as of one."""
 
-    def gathered(size: int) -> int:
-        return max(
-            (m.payload for m in messages_of(option, shapes, size) if m.kind == "all_gather"), default=0
-        )
-
-    return 0 < gathered(FEW) == gathered(MANY)
+    few, many = (
+        [message for message in messages_of(option, shapes, size) if message.kind == "all_gather"]
+        for size in (FEW, MANY)
+    )
+    return bool(few) and few == many
 
 
 def calibration_of(
@@ -249,11 +244,5 @@ def buckets_of(alone: Alone, ready_s: Mapping[str, float]) -> tuple[BucketShapes
 
 
 def main(path: str, options: str, work: str) -> None:
-    """Measure, and write the calibration to ``path``.
-
-    Args:
-        path: of the file.
-        options: a list of texts as JSON.
-        work: the arguments of a Workload as JSON.
-    """
+    """Measure a list of ``options`` and the arguments of a Workload, both JSON; write the calibration to ``path``."""
     write_calibration(Path(path), measure(json.loads(options), Workload(**json.loads(work))))

@@ -10,8 +10,6 @@ from html import escape
 
 from .report import Result, Row, cells_of
 
-Points = Sequence[tuple[float, float]]
-
 WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 460, 320, 56, 44, 12  # of a chart, in CSS pixels
 # six of Okabe and Ito, and two more
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555")
@@ -137,7 +135,7 @@ def _grid(across: Axis, up: Axis) -> str:
     return "".join(parts)
 
 
-def points_of(run: Result, name: str, scale: float) -> Points:
+def points_of(run: Result, name: str, scale: float) -> list[tuple[float, float]]:
     """Return (number, error in %) of each evaluation; one before anything was sent has no place on the axis."""
     found = ((scale * each[name], 100 * (1 - each["accuracy"])) for each in run["evaluations"])
     return [(x, max(error, LEAST_ERROR)) for x, error in found if x > 0]

@@ -138,9 +138,8 @@ def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> 
     lines += ["", "shorter than fp32 (over two hosts and more)"]
     for option in calibration.options:
         if option != "fp32":
-            lines.append(
-                f"  {option:18} {_ranges_text(paying_ranges(calibration, cluster, option), cluster)}"
-            )
+            ranges = paying_ranges(calibration, cluster, option)
+            lines.append(f"  {option:18} {_ranges_text(ranges, cluster)}")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from .models import MODELS, check_model
 from .plan import report
 from .validation import validate
 from .validation_rank import Trial
-from .wire_bytes import check_has_formula
+from .wire_bytes import messages_of
 
 STEPS = 24
 MAX_RANKS = 10**9
@@ -79,18 +79,19 @@ def run_plan(given: argparse.Namespace) -> int:
         OptionError: an argument that is wrong, or not for this use. CommError: the ranks of --validate failed.
     """
     sizes = _sizes(given.ranks)
-    options = _options(given.options)
+    options = None if given.options is None else read_list("options", given.options)
+    for option in options or ():
+        messages_of(option, ((1,),), 1)  # raises where there is no formula
     if given.validate:
         return _validate(given, sizes, options)
-    if given.steps is not None:
-        raise OptionError("plan: --steps is for --validate")
+    _refuse(given, ["steps"], " is for --validate")
     if given.link is None:
         raise OptionError("plan: --link is missing: what joins the hosts, for example --link 25gbit,10us")
     algorithm = given.all_reduce or "smaller"
-    outer = _network("--link", given.link, algorithm)
+    outer = Network.of_link(parse_link("--link", given.link), algorithm)
     inner = Network(0.0, 0.0)
     if given.node_link is not None:
-        inner = _network("--node-link", given.node_link, algorithm)
+        inner = Network.of_link(parse_link("--node-link", given.node_link), algorithm)
     if check_int("plan", "--gpus-per-node", given.gpus_per_node, 1) > MAX_RANKS:
         raise OptionError(f"plan: --gpus-per-node {given.gpus_per_node}: expected at most {MAX_RANKS:,}")
     cluster = Cluster(inner, outer, given.gpus_per_node)
@@ -105,9 +106,7 @@ def run_plan(given: argparse.Namespace) -> int:
 
 def _validate(given: argparse.Namespace, sizes: list[int], options: list[str] | None) -> int:
     """Return 0 if predictions are near enough, else 1."""
-    for name in ("node_link", "calibration", "save"):
-        if getattr(given, name) is not None:
-            raise OptionError(f"plan: --{name.replace('_', '-')} is not for --validate")
+    _refuse(given, ["node_link", "calibration", "save"], " is not for --validate")
     if given.gpus_per_node != 1:
         raise OptionError(
             "plan: --gpus-per-node is not for --validate, where each rank has a link of its own"
@@ -126,9 +125,7 @@ def _validate(given: argparse.Namespace, sizes: list[int], options: list[str] | 
 def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibration:
     """Return the calibration in the file that was given, or else measure one: this process loads no kernels."""
     if given.calibration is not None:
-        for name in ("options", "model", "batch_size"):
-            if getattr(given, name) is not None:
-                raise OptionError(f"plan: --{name.replace('_', '-')}: --calibration says it; leave one out")
+        _refuse(given, ["options", "model", "batch_size"], ": --calibration says it; leave one out")
         return read_calibration(given.calibration)
     work = _work(given)
     with tempfile.TemporaryDirectory() as folder:
@@ -148,22 +145,19 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
         return read_calibration(path)
 
 
+def _refuse(given: argparse.Namespace, names: list[str], why: str) -> None:
+    """Raise OptionError if an argument was given that is not for this use."""
+    for name in names:
+        if getattr(given, name) is not None:
+            raise OptionError(f"plan: --{name.replace('_', '-')}{why}")
+
+
 def _work(given: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a Workload; OptionError where there is no such model."""
     batch_size = BATCH if given.batch_size is None else given.batch_size
     model = MODELS[0] if given.model is None else given.model
     check_model(model)
     return {"model": model, "batch_size": check_int("plan", "--batch-size", batch_size, 1)}
-
-
-def _options(text: str | None) -> list[str] | None:
-    """Return the options of "A,B"; None: not given."""
-    if text is None:
-        return None
-    options = read_list("options", text)
-    for option in options:
-        check_has_formula(option)
-    return options
 
 
 def _sizes(text: str) -> list[int]:
@@ -174,8 +168,3 @@ def _sizes(text: str) -> list[int]:
     if any(len(word) > len(str(MAX_RANKS)) or int(word) > MAX_RANKS for word in words):
         raise OptionError(f"plan: --ranks {text!r}: expected at most {MAX_RANKS:,} ranks")
     return [int(word) for word in words]
-
-
-def _network(option: str, text: str, algorithm: str) -> Network:
-    link = parse_link(option, text)
-    return Network.of_link(link.bits_per_s, link.latency_ns / 1e9, algorithm)

@@ -103,11 +103,8 @@ def rows_of(
 
 def when_reached(result: Result, target: float) -> Mapping[str, Any] | None:
     """Return the first of two consecutive evaluations that reach ``target``; None if there are none."""
-    evaluations = result["evaluations"]
-    for first, second in pairwise(evaluations):
-        if min(first["accuracy"], second["accuracy"]) >= target:
-            return first  # type: ignore[no-any-return]
-    return None
+    pairs = pairwise(result["evaluations"])
+    return next((one for one, two in pairs if min(one["accuracy"], two["accuracy"]) >= target), None)
 
 
 def table(rows: Sequence[Row], target: float | None) -> str:
@@ -131,13 +128,16 @@ def _row(
     reached = [when_reached(run, target) for run in results] if target is not None else []
     there = [evaluation for evaluation in reached if evaluation is not None]
     run_bytes = Figure.of([_run_bytes(run) for run in results])
-    until = {name: _figure_of(there, name) for name in ("seconds", "step", "bytes_sent")}
+    until = {
+        name: Figure.of([each[name] for each in there]) if there else None
+        for name in ("seconds", "step", "bytes_sent")
+    }
     return Row(
         option=option,
         num_runs=len(results),
         accuracy=Figure.of([run["accuracy"] for run in results]),
         loss=Figure.of([run["loss"] for run in results]),
-        step_bytes=Figure.of([_per_step(run, "bytes_sent") for run in results]),
+        step_bytes=Figure.of([_step_bytes(run) for run in results]),
         run_bytes=run_bytes,
         fp32_ratio=reference / run_bytes.mean if reference is not None and run_bytes.mean else None,
         step_ms=Figure.of([run["step_ms"] for run in results]),
@@ -185,10 +185,6 @@ def _cells(row: Row, parts: Sequence[str], target: float | None) -> dict[str, st
     return cells
 
 
-def _figure_of(evaluations: Sequence[Mapping[str, Any]], name: str) -> Figure | None:
-    return Figure.of([evaluation[name] for evaluation in evaluations]) if evaluations else None
-
-
 def _overlap(results: Sequence[Result]) -> Figure | None:
     parts = [run["parts_ms"] for run in results]
     if not all(each.get("wire") and "hidden" in each for each in parts):
@@ -200,9 +196,9 @@ def _run_bytes(result: Result) -> float:
     return float(sum(result["bytes_sent"]))
 
 
-def _per_step(result: Result, name: str) -> float:
+def _step_bytes(result: Result) -> float:
     last = result["epochs"][-1]
-    return float(last[name]) / (last["steps"] * len(result["bytes_sent"]))
+    return float(last["bytes_sent"]) / (last["steps"] * len(result["bytes_sent"]))
 
 
 def _is_fp32(option: str) -> bool:

@@ -184,9 +184,9 @@ class Runs:
             content = _read(path) if path.is_file() else None
             if content is None:
                 continue
-            differing = [name for name, value in here.items() if content.get(name) != value]
-            if differing:
-                texts = (f"{name} {_text(content.get(name))}" for name in differing)
+            other = [name for name, value in here.items() if content.get(name) != value]
+            texts = [f"{name} {_text(content.get(name))}" for name in other]
+            if texts:
                 yield f"{path.name}: {'; '.join(texts)}"
 
     def _identity(self, settings: Settings) -> dict[str, Any]:

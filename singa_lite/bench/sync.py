@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..files import atomic_file
 from ..launch.one_host import LaunchOptions, launch
 from ..path_arguments import folder
 from .command import check_ranks, rank_command, read_ints, read_list, run_command, say
-from .datasets import data_set_of
+from .datasets import Images, data_set_of
 from .models import MODELS, check_model
 from .page import page
 from .picture import picture
@@ -97,11 +97,7 @@ def compare(
     first = settings[0]
     check_model(first.model)
     images = data_set_of(first.model).images(first.synthetic, data)
-
-    def provenance() -> Provenance:
-        return Provenance.here(first.ranks, inputs_of(first.model, images))
-
-    runs = Runs(folder, provenance())
+    runs = Runs(folder, Provenance.here(first.ranks, inputs_of(first.model, images)))
     results: dict[str, list[dict[str, Any]]] = {each.option: [] for each in settings}
     with locked(folder / "lock"):  # two commands would make the same runs, and disturb each other's times
         for number, each in enumerate(settings, 1):
@@ -109,7 +105,7 @@ def compare(
             result = runs.find(each)
             if result is None:
                 with tracing(trace if len(settings) == 1 else _trace_of(trace, each)) as variables:
-                    code = _run(each, runs, data, variables, provenance)
+                    code = _run(each, runs, images, data, variables)
                 if code != 0:
                     say(
                         f"{start}: failed with exit code {code}, see above; fix that and call again for the rest"
@@ -142,17 +138,11 @@ def _trace_of(trace: Path | None, settings: Settings) -> Path | None:
 
 
 def _run(
-    settings: Settings,
-    runs: Runs,
-    data: Path | None,
-    variables: Mapping[str, str],
-    provenance: Callable[[], Provenance],
+    settings: Settings, runs: Runs, images: Images, data: Path | None, variables: Mapping[str, str]
 ) -> int:
     """Train in processes of their own and add the run; returns the exit code, and adds nothing if it is not 0.
 
-    Args:
-        variables: of the ranks' environment.
-        provenance: gives that of now.
+    ``variables`` are of the ranks' environment.
 
     Raises:
         OptionError: rank 0 has ended without a result, or the model's file or the package has changed meanwhile.
@@ -166,7 +156,8 @@ def _run(
     try:
         code = launch(rank_command("train", *given), settings.ranks, options)
         if code == 0:
-            _add(settings, runs, measured, provenance())
+            now = Provenance.here(settings.ranks, inputs_of(settings.model, images))
+            _add(settings, runs, measured, now)
         return code
     finally:
         measured.unlink(missing_ok=True)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank of a run does: train as the Settings say, and, on rank 0, write down what was measured.
-
-A rank is started as ``main(settings as JSON, file for the result, folder of the data or "", "bar" or "")``.
-"""
+"""What one rank of a run does: train as the Settings say, and, on rank 0, write down what was measured."""
 
 from __future__ import annotations
 
@@ -141,7 +138,7 @@ class RankTraining:
             device: what rank 0 computed on.
         """
         epochs = []
-        self._sum(np.zeros(1))  # all ranks are there
+        self.dist.all_reduce(np.zeros(1))  # all ranks are there
         with _shown(self._settings, len(self._sampler) if is_shown else 0) as advance:
             clock = Clock()
             for epoch in range(self._settings.epochs):
@@ -149,7 +146,7 @@ class RankTraining:
         with clock.stopped():
             by_rank = np.zeros(self.dist.world_size)
             by_rank[self.dist.global_rank] = self._bytes_sent
-            self._sum(by_rank)
+            self.dist.all_reduce(by_rank)
         records = self._model.graph_info()
         return {
             "accuracy": self._evaluations[-1]["accuracy"],
@@ -183,19 +180,15 @@ class RankTraining:
         self._wait_for_all()
         with clock.stopped():
             totals = np.array([loss_sum, self._bytes_sent - before])
-            self._sum(totals)
+            self.dist.all_reduce(totals)
         steps = len(self._sampler)
         loss = float(totals[0]) / (steps * self.dist.world_size)
-        return {
-            "loss": loss,
-            "steps": steps,
-            "bytes_sent": int(totals[1]),
-        }
+        return {"loss": loss, "steps": steps, "bytes_sent": int(totals[1])}
 
     def _wait_for_all(self) -> None:
         """Wait until all ranks have made their steps, as a part of the last one: not every option waits in each."""
         start = time.perf_counter()
-        self._sum(np.zeros(1))
+        self.dist.all_reduce(np.zeros(1))
         self._step_s[-1] += time.perf_counter() - start
 
     def _step(self, x: np.ndarray, y: np.ndarray) -> float:
@@ -207,7 +200,9 @@ class RankTraining:
         value = float(loss.item())
         self._step_s.append(time.perf_counter() - start)
         if self.dist.step_counter - updates == 1:  # of several they are known of the last one alone
-            for name, seconds in self._step_parts().items():
+            parts = self.dist.step_seconds
+            known = {"wait": self.dist.wait_s} if parts is None else asdict(parts)
+            for name, seconds in known.items():
                 self._parts_s.setdefault(name, []).append(seconds)
         if len(self._step_s) == 1:
             self._check_option_has_run()
@@ -224,11 +219,6 @@ class RankTraining:
                 f"{self._settings.option!r}; it must call self.optimizer(loss), or have an argument dist_option and "
                 "pass it on"
             )
-
-    def _step_parts(self) -> dict[str, float | None]:
-        """Return the seconds of parts of the last step, by name."""
-        seconds = self.dist.step_seconds
-        return {"wait": self.dist.wait_s} if seconds is None else asdict(seconds)
 
     def _parts_ms(self) -> dict[str, float]:
         """Return the mean of each part that is known of all steps, without the first ones if there are others."""
@@ -258,7 +248,7 @@ class RankTraining:
                 out = tensor.to_numpy(self._model(tensor.from_numpy(x, self._device)))
                 correct += int(np.count_nonzero(out.argmax(axis=1) == y))
         totals = np.array([correct, self._bytes_sent], np.float64)
-        self._sum(totals)
+        self.dist.all_reduce(totals)
         evaluation = {
             "step": len(self._step_s),
             "seconds": seconds,
@@ -266,10 +256,6 @@ class RankTraining:
             "accuracy": float(totals[0]) / len(labels),
         }
         self._evaluations.append(evaluation)
-
-    def _sum(self, values: np.ndarray) -> None:
-        """Replace float64 ``values`` by their sum over the ranks."""
-        self.dist.all_reduce(values)
 
 
 def _loss_of(returned: Any) -> Tensor:

@@ -63,7 +63,7 @@ class HostCluster(Cluster):
     def of(cls, found: Found, link: Link | None) -> HostCluster:
         """Return the cluster with the transport times ``found``; ``link`` None: without an emulated link."""
         none = Network(0.0, 0.0)
-        outer = none if link is None else Network.of_link(link.bits_per_s, link.latency_ns / 1e9)
+        outer = none if link is None else Network.of_link(link)
         return cls(none, outer, 1, found.transport, found.call_s)
 
     def collective(self, message: Message, size: int) -> Transfer:

@@ -5,8 +5,6 @@ Note [two halves]: the first half, all of ``Found`` that a prediction is made of
 communicates. Computing is timed over a LoopbackCommunicator, by all ranks at once, so that they share the cores as in
 a step: they begin together, and what the slowest one takes counts. Transport is timed by collectives alone. The second
 half is steps of DistOpt over the real communicator. Both halves alternate, so that other programs disturb both.
-
-A rank is started as ``main(a Trial as JSON, file for the result)``.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,12 +75,7 @@ class Found:
 
 
 def main(trial: str, result: str) -> None:
-    """Time as one rank of the world that the environment names; rank 0 writes a Found to ``result``.
-
-    Args:
-        trial: a Trial as JSON.
-        result: the file.
-    """
+    """Time a Trial, given as JSON, as a rank of the environment's world; rank 0 writes a Found to ``result``."""
     given = json.loads(trial)
     communicator = process_communicator()
     found = Rank(Trial(**{**given, "options": tuple(given["options"])}), communicator).run()
@@ -156,9 +150,7 @@ class Rank:
         """Return the times of a step that all ranks compute at once; of each those of the slowest."""
         self._begin_together()
         step = self._alone[option].time_step()
-        mine = np.array([step.total_s, step.rest_s, *step.ready_s])
-        self._host.all_reduce(mine, "max").wait()
-        total_s, rest_s, *ready_s = mine.tolist()
+        total_s, rest_s, *ready_s = self._latest([step.total_s, step.rest_s, *step.ready_s])
         return LoneStepTimes(total_s, tuple(ready_s), rest_s)
 
     def _time_transport(self) -> dict[str, tuple[float, float]]:
@@ -166,13 +158,12 @@ class Rank:
         largest: dict[str, int] = {}
         for option in self._trial.options:
             for kind, payload in messages_of(option, self._shapes, self._communicator.size):
-                largest[kind] = max(largest.get(kind, 0), payload)
+                largest[kind] = max(largest.get(kind, 2 * SHORT), payload)
         found = {}
         for kind, payload in largest.items():
             short_s = self._time_collective(self._host, kind, SHORT)
-            long_s = self._time_collective(self._host, kind, max(payload, 2 * SHORT))
-            byte_s = max(0.0, long_s - short_s) / max(payload, 2 * SHORT)
-            found[kind] = (short_s, byte_s)
+            long_s = self._time_collective(self._host, kind, payload)
+            found[kind] = short_s, max(0.0, long_s - short_s) / payload
         return found
 
     def _time_calls(self) -> float:
@@ -194,7 +185,7 @@ class Rank:
                 communicator.all_reduce(array, "mean").wait()
             else:
                 getattr(communicator, kind)(array).wait()
-            seconds.append(self._last(time.perf_counter()) - start)
+            seconds.append(self._latest([time.perf_counter()])[0] - start)
         return statistics.median(seconds)
 
     # ---- what is predicted -----------------------------------------------------------------------------
@@ -208,9 +199,7 @@ class Rank:
             training.step()
             ends.append(time.perf_counter())
             sent += training.dist.bytes_sent
-        last = np.array(ends)
-        self._host.all_reduce(last, "max").wait()
-        means = np.diff(last[::period]) / period
+        means = np.diff(self._latest(ends)[::period]) / period
         return means.tolist(), sent / (num_periods * period)
 
     # ---- the ranks together ----------------------------------------------------------------------------
@@ -218,16 +207,16 @@ class Rank:
     def _begin_together(self) -> float:
         """Wait for a moment from which all ranks go on; return it, in seconds of ``perf_counter``."""
         pause_s = PAUSE_S if isinstance(self._communicator, LinkCommunicator) else 0.0
-        start = self._last(time.perf_counter()) + pause_s
+        start = self._latest([time.perf_counter()])[0] + pause_s
         while (left := start - time.perf_counter()) > 0:
             time.sleep(left)
         return start
 
-    def _last(self, at: float) -> float:
-        """Return the latest of what the ranks give; processes of a host share the clock."""
-        last = np.array([at])
-        self._host.all_reduce(last, "max").wait()
-        return float(last[0])
+    def _latest(self, seconds: Sequence[float]) -> list[float]:
+        """Return the largest over the ranks of each number; processes of a host share the clock."""
+        latest = np.array(seconds)
+        self._host.all_reduce(latest, "max").wait()
+        return latest.tolist()
 
 
 def period_of(option: str) -> int:

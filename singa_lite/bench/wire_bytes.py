@@ -75,21 +75,15 @@ def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> li
             return power_sgd(shapes, options.rank, options.rate)
         case "randomK":
             return random_k(n, options.density)
-        case "sparseTopK":
-            return sparse(n, options.spars, value_bytes=2 if options.values == "fp16" else 4)
-        case "dgc":
-            return sparse(n, options.density, value_bytes=2 if options.values == "fp16" else 4)
+        case "sparseTopK" | "dgc" as word:
+            density = options.spars if word == "sparseTopK" else options.density
+            return sparse(n, density, value_bytes=2 if options.values == "fp16" else 4)
         case "hierarchical":
             return messages_of(options.outer, shapes, size)
     raise OptionError(
         f"plan: there is no formula for what {option} sends: it depends on the gradients or the step, or is not of "
         "this package; leave it out"
     )
-
-
-def check_has_formula(option: str) -> None:
-    """Raise OptionError for what ``messages_of`` refuses."""
-    messages_of(option, ((1,),), 1)
 
 
 def word_of(option: str) -> str:

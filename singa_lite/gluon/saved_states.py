@@ -7,7 +7,8 @@ What lives here: which arrays and numbers they are, and their checks. What does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ from .shared_optimizer import SharedOptimizer
 RESIDUAL = "sync/kvstore/"  # as residuals of a DistOpt's schemes are called
 
 
+@dataclass(frozen=True, eq=False)
 class SavedStates:
     """Saves and restores the optimizer's states, wherever it updates, and what compression has lost.
 
-    Args:
+    Attributes:
         params: parameters by name.
         optimizer: theirs; where the store updates, the one that its servers have copies of.
         kvstore: a store of the package, or None.
@@ -39,121 +41,106 @@ class SavedStates:
         reduction: of the Trainer.
     """
 
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        optimizer: Optimizer,
-        kvstore: KVStore | None,
-        shared: SharedOptimizer,
-        updates_on_store: bool,
-        reduction: str,
-    ) -> None:
-        self._params, self._names = params, list(params)
-        self._optimizer, self._shared = optimizer, shared
-        self._kvstore, self._updates_on_store = kvstore, updates_on_store
-        self._reduction = reduction
+    params: Mapping[str, Tensor]
+    optimizer: Optimizer
+    kvstore: KVStore | None
+    shared: SharedOptimizer
+    updates_on_store: bool
+    reduction: str
 
     def save(self, fname: Path) -> None:
         """As ``Trainer.save_states``."""
         store = self._store_of_states()
-        states = store._get_states if self._updates_on_store else self._own_states
-        steps = self._optimizer.step_counter
-        head = {"optimizer": None, "steps": steps, "lr": self._shared.constant_lr, **self._alike()}
-        store.save_states("save_states", fname, head, states)
+        get_states, _ = self._access(store)
+        steps = self.optimizer.step_counter
+        head = {"optimizer": None, "steps": steps, "lr": self.shared.constant_lr, **self._alike()}
+        store.save_states("save_states", fname, head, get_states)
 
     def load(self, fname: Path) -> None:
         """As ``Trainer.load_states``."""
         store = self._store_of_states()
-        if self._updates_on_store:
-            head = store.load_states(
-                "load_states", fname, self._alike(), store._get_states, store._set_states, check_head
-            )
-        else:
-
-            def set_states(states: States) -> None:
-                self._set_own_states(store.broadcast_states(states))
-
-            head = store.load_states(
-                "load_states", fname, self._alike(), self._own_states, set_states, check_head
-            )
-        self._shared.restore(head["steps"], head.get("lr"))
+        head = store.load_states("load_states", fname, self._alike(), *self._access(store), check_head)
+        self.shared.restore(head["steps"], head.get("lr"))
 
     def get(self) -> dict[str, Array]:
         """As ``Trainer.get_states``."""
-        store = self._kvstore
-        if self._updates_on_store:
+        store = self.kvstore
+        if self.updates_on_store:
             assert store is not None
-            states = {
-                f"{name}:{state}": a for name, each in store.get_states().items() for state, a in each.items()
-            }
+            states = _flat(store.get_states())
         else:
-            states = self._optimizer.get_states()
-        states["step_counter"] = np.array(self._optimizer.step_counter)
+            states = self.optimizer.get_states()
+        states["step_counter"] = np.array(self.optimizer.step_counter)
         for name, lost in self._residuals().items():
             states[RESIDUAL + str(name)] = lost
-        lr = self._shared.constant_lr
+        lr = self.shared.constant_lr
         return {**states, "lr": np.array(np.nan if lr is None else lr)}
 
     def set(self, states: Mapping[str, Array]) -> None:
         """As ``Trainer.set_states``."""
-        store = self._kvstore
-        _check_states(states, self._names)
+        store = self.kvstore
+        _check_states(states, self.params)
         lost: dict[Key, Array] = {
             name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
         }
         check_residuals("Trainer: set_states", self._residuals(), lost)
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
-        if self._updates_on_store:
+        if self.updates_on_store:
             assert store is not None
-            found: States = {name: {} for name in self._names}
-            for key in known.keys() - {"step_counter"}:
-                name, _, state = key.rpartition(":")
-                found[name][state] = known[key]
-            store.set_states(found)
+            del known["step_counter"]  # the store's have their own
+            store.set_states(self._by_parameter(known))
         else:
-            self._optimizer.set_states(known)
+            self.optimizer.set_states(known)
         if store is not None:
             store.set_residuals(lost)
-            params = list(self._params.values())
-            store.broadcast(self._names, params, out=params)
+            params = list(self.params.values())
+            store.broadcast(list(self.params), params, out=params)
         lr = float(states["lr"])
-        self._shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
+        self.shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
 
     def _residuals(self) -> dict[Key, Array]:
         """Return what compression has lost here of these parameters."""
-        lost = {} if self._kvstore is None else self._kvstore.get_residuals()
-        return {name: lost[name] for name in self._names if name in lost}
+        lost = {} if self.kvstore is None else self.kvstore.get_residuals()
+        return {name: lost[name] for name in self.params if name in lost}
 
     def _alike(self) -> dict[str, Any]:
         """Return what must be the same where the states are loaded."""
-        return {
-            "optimizer_class": type(self._optimizer).__name__,
-            "reduction": self._reduction,
-        }
+        return {"optimizer_class": type(self.optimizer).__name__, "reduction": self.reduction}
+
+    def _access(self, store: KVStore) -> tuple[Callable[[], States], Callable[[States], None]]:
+        """Return what gets the states on worker 0, and what sets worker 0's: the store's, or this optimizer's."""
+        if self.updates_on_store:
+            return store._get_states, store._set_states
+        return self._own_states, lambda states: self._set_own_states(_flat(store.broadcast_states(states)))
 
     def _store_of_states(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
-        if self._kvstore is not None:
-            return self._kvstore
+        if self.kvstore is not None:
+            return self.kvstore
         store = stores.create("local", alone=True)
         assert isinstance(store, KVStore)
-        store.init(self._names, list(self._params.values()))
+        store.init(list(self.params), list(self.params.values()))
         return store
 
     def _own_states(self) -> States:
         """Return the states of this worker's optimizer by parameter."""
-        found: States = {name: {} for name in self._names}
-        for key, array in self._optimizer.get_states().items():
+        return self._by_parameter(self.optimizer.get_states())
+
+    def _by_parameter(self, states: Mapping[str, Array]) -> States:
+        """Return "<parameter>:<state>" by parameter and state; the first one has what is of no parameter."""
+        found: States = {name: {} for name in self.params}
+        for key, array in states.items():
             name, _, state = key.rpartition(":")
-            found[name if name in found else self._names[0]][state if name in found else key] = array
+            found[name if name in found else next(iter(found))][state if name in found else key] = array
         return found
 
-    def _set_own_states(self, states: States) -> None:
-        mine = {f"{name}:{state}": array for name, each in states.items() for state, array in each.items()}
-        own = self._optimizer.get_states()
-        self._optimizer.set_states(
-            {key: mine[key if key in mine else f"{self._names[0]}:{key}"] for key in own}
-        )
+    def _set_own_states(self, states: Mapping[str, Array]) -> None:
+        own, first = self.optimizer.get_states(), next(iter(self.params))
+        self.optimizer.set_states({key: states[key if key in states else f"{first}:{key}"] for key in own})
+
+
+def _flat(states: States) -> dict[str, Array]:
+    return {f"{name}:{state}": array for name, each in states.items() for state, array in each.items()}
 
 
 def check_head(head: Mapping[str, Any]) -> None:
@@ -172,7 +159,7 @@ def check_head(head: Mapping[str, Any]) -> None:
         raise CheckpointError(str(error)) from error
 
 
-def _check_states(states: object, names: Sequence[str]) -> None:
+def _check_states(states: object, names: Collection[str]) -> None:
     """Raise CheckpointError unless ``states`` are what ``Trainer.get_states`` gives for parameters of these names."""
     whole = {"step_counter", "lr"}
     if (

@@ -57,7 +57,8 @@ class SharedOptimizer:
     def _take_lr(self, lr: float) -> None:
         """Take over a learning rate that the script has set by the store's ``set_learning_rate``."""
         self._optimizer.lr = lr
-        self._note_lr()
+        now = self._attributes()
+        self._noted |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
 
     def restore(self, steps: int, lr: float | None) -> None:
         """Go on after ``steps`` steps with a saved ``constant_lr``; a schedule stays. States have been set before."""
@@ -136,25 +137,16 @@ class SharedOptimizer:
     def _attributes(self) -> dict[str, Any]:
         """Return what says how the optimizer updates, the arguments of schedules as "lr.decay_rate"."""
         attributes = vars(self._optimizer)  # not the property step_counter: a recorded step may not read it
-        kind = type(self._optimizer)
-        found = {name: value for name, value in attributes.items() if _says_how(kind, name)}
-        arguments: dict[str, Any] = {}
-        for name, value in found.items():
-            arguments |= _arguments_of(name, value)
-            if isinstance(value, list) and len(value) <= MAX_ITEMS:  # may be changed in place
-                found[name] = (
-                    repr(value) if all(isinstance(item, (int, float, str)) for item in value) else value
-                )
-        return {**found, **arguments, "step_counter": attributes["_step_counter"]}
+        found = {"step_counter": attributes["_step_counter"]}
+        for name, value in attributes.items():
+            if _says_how(type(self._optimizer), name):
+                found |= {name: _as_noted(value), **_arguments_of(name, value)}
+        return found
 
     def _note(self) -> None:
         """Remember what the optimizer is, and the one that the store has."""
         self._noted = self._attributes()
         self._description = None if self._store is None else self._store.optimizer_description
-
-    def _note_lr(self) -> None:
-        now = self._attributes()
-        self._noted |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
 
 
 def _says_how(kind: type, name: str) -> bool:
@@ -174,6 +166,13 @@ def _arguments_of(where: str, value: object) -> dict[str, Any]:
         found[f"{where}.{name}"] = argument
         found |= _arguments_of(f"{where}.{name}", argument)
     return found
+
+
+def _as_noted(value: object) -> object:
+    """Return what a setting is compared by: the text of a list of numbers or texts, which may change in place."""
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        return value
+    return repr(value) if all(isinstance(item, (int, float, str)) for item in value) else value
 
 
 def _are_same(now: object, noted: object) -> bool:

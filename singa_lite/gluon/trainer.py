@@ -21,13 +21,7 @@ import numpy as np
 
 from .. import kvstore as stores
 from ..dtypes import LARGEST_FLOAT32
-from ..errors import (
-    GraphError,
-    OptionError,
-    check_bool,
-    check_choice,
-    check_number,
-)
+from ..errors import GraphError, OptionError, check_bool, check_choice, check_number
 from ..graph.clock import drop_step, lap
 from ..graph.recorder import break_graph
 from ..kvstore.base import KVStoreBase
@@ -137,8 +131,7 @@ class Trainer:
         Raises:
             OptionError: no number >= 0. CommError: the workers set different ones.
         """
-        number = check_number("Trainer: set_learning_rate", "lr", lr, 0, LARGEST_FLOAT32)
-        self._shared.set_lr(number)
+        self._shared.set_lr(check_number("Trainer: set_learning_rate", "lr", lr, 0, LARGEST_FLOAT32))
 
     @property
     def bytes_sent(self) -> int:
@@ -181,16 +174,8 @@ class Trainer:
         self._begin_measuring()
         with self._aborting("step"):
             if self._updates_on_store:
-                grads = [None if name in stale else param.grad for name, param in self._params.items()]
-                assert self._kvstore is not None
-                self._kvstore.pushpull(
-                    self._names,
-                    grads,
-                    out=list(self._params.values()),
-                    scale=scale,
-                    mean=self.reduction == "mean",
-                    allow_none=ignore_stale_grad,
-                )
+                params = list(self._params.values())
+                self._pushpull(self._names, stale, params, scale, ignore_stale_grad)
                 self._optimizer.note_update()
                 self._optimizer.step()
             else:
@@ -227,17 +212,11 @@ class Trainer:
         if self._kvstore is not None:
             mine: dict[str, Any] = {"the batch size": size, "the stale gradients": sorted(stale)}
             if self._kvstore.num_workers > 1:
-                grads = {name: self._params[name].grad for name in names}
-                mine |= {
-                    UNSUMMED.format(name): _fast_hash_of(grad)
-                    for name, grad in grads.items()
-                    if grad is not None
-                }
+                mine |= {UNSUMMED.format(name): _fast_hash_of(self._grad(name)) for name in names}
             self._kvstore.agree("update", mine)
         with self._aborting("update"):
             for name in names:
-                grad = self._params[name].grad
-                assert grad is not None
+                grad = self._grad(name)
                 grad *= 1 / size
             self._update(names)
             self._finish()
@@ -317,31 +296,40 @@ class Trainer:
         if self._store is not None:
             break_graph("it uses a key-value store")
         names = self._given_anywhere(stale) if ignores else self._names
-        grads = {name: self._params[name].grad for name in names}
         if self._kvstore is not None:
             if self._kvstore.optimizer_description is not None:
                 raise OptionError(
                     f"Trainer: {where}: the store has got an optimizer, so it has no sums of gradients any more; use "
                     "it for one Trainer with update_on_kvstore=True, or for several with False"
                 )
-            given = [None if name in stale else grad for name, grad in grads.items()]
             if names:
-                outs = list(grads.values())
-                self._kvstore.pushpull(
-                    names, given, out=outs, scale=scale, mean=self.reduction == "mean", allow_none=ignores
-                )
+                self._pushpull(names, stale, [self._params[name].grad for name in names], scale, ignores)
             return names
-        for name, grad in grads.items():
-            assert grad is not None
+        grads = [self._grad(name) for name in names]
+        for name, grad in zip(names, grads, strict=True):
             if name in stale:
                 grad.set_value(0)
             grad *= scale
         if self._store is not None and names:
-            self._store.pushpull(names, list(grads.values()), out=list(grads.values()))
-            for grad in grads.values() if self.reduction == "mean" else ():
-                assert grad is not None
+            self._store.pushpull(names, grads, out=grads)
+            for grad in grads if self.reduction == "mean" else ():
                 grad /= self._store.num_workers
         return names
+
+    def _pushpull(
+        self, names: list[str], stale: set[str], outs: Sequence[Tensor | None], scale: float, ignores: bool
+    ) -> None:
+        """Push the gradients that are not stale to the package's store, and pull what comes of them into ``outs``."""
+        assert self._kvstore is not None
+        grads = [None if name in stale else self._params[name].grad for name in names]
+        self._kvstore.pushpull(
+            names, grads, out=outs, scale=scale, mean=self.reduction == "mean", allow_none=ignores
+        )
+
+    def _grad(self, name: str) -> Tensor:
+        grad = self._params[name].grad
+        assert grad is not None
+        return grad
 
     def _given_anywhere(self, stale: set[str]) -> list[str]:
         """Return the names of the parameters whose gradient is fresh on some worker."""
@@ -353,10 +341,9 @@ class Trainer:
         return [name for name, share in zip(self._names, to_numpy(given), strict=True) if share > 0]
 
     def _update(self, names: list[str]) -> None:
-        pairs = [(self._params[name], self._params[name].grad) for name in names]
         store = self._kvstore
         with nullcontext() if store is None else store.applying("Trainer: update"):
-            self._optimizer.update_pairs([(param, grad) for param, grad in pairs if grad is not None])
+            self._optimizer.update_pairs([(self._params[name], self._grad(name)) for name in names])
             self._optimizer.step()
 
     def _aborting(self, where: str) -> AbstractContextManager[None]:
@@ -394,20 +381,22 @@ class Trainer:
 
     def _where_to_update(self, wanted: bool | None) -> bool:
         """Return whether the store updates; OptionError if it cannot what is wanted."""
-        store = self._store
+        store, kvstore = self._store, self._kvstore
         if wanted is not None and not isinstance(wanted, bool):
             raise OptionError(f"Trainer: update_on_kvstore must be True, False or None, not {wanted!r}")
-        if isinstance(store, KVStore) and store.optimizer_description is not None:
+        if kvstore is not None and kvstore.optimizer_description is not None:
             raise OptionError(
                 f"Trainer: {store!r} has an optimizer already, which updates every key; make all Trainers of a store "
                 "with update_on_kvstore=False"
             )
-        can = store is not None and store.is_capable("optimizer") and isinstance(store, KVStore)
+        can = kvstore is not None and kvstore.is_capable("optimizer")
         if wanted and not can:
             raise OptionError(f"Trainer: update_on_kvstore=True, but {store!r} cannot update")
         if wanted is False and store is not None and "async" in store.type:
             raise OptionError(f"Trainer: {store.type} updates on its servers; leave update_on_kvstore out")
-        return can and store is not None and store.type.startswith("dist") if wanted is None else wanted
+        if wanted is not None:
+            return wanted
+        return can and kvstore is not None and kvstore.type.startswith("dist")
 
     def _connect(self, compression_params: Mapping[str, Any] | None) -> None:
         """Make the keys with worker 0's parameters, which all workers get."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +46,20 @@ def split_data(data: Data, num_slice: int, batch_axis: int = 0, even_split: bool
     """
     if not isinstance(data, (Tensor, np.ndarray)):
         raise DTypeError(f"split_data: expected a Tensor or a numpy array, got {type(data).__name__}")
-    return [data[keys] for keys in _keys_of_slices(data.shape, num_slice, batch_axis, even_split)]
+    num_slice = check_int("split_data", "num_slice", num_slice, 1)
+    axis = as_axis("split_data", batch_axis, len(data.shape))
+    check_bool("split_data", "even_split", even_split)
+    each, extra = divmod(data.shape[axis], num_slice)
+    if each == 0 or (even_split and extra):
+        cure = "use fewer slices" if each == 0 else "use another batch size, or even_split=False"
+        raise ShapeError(
+            f"split_data: axis {axis} of shape {tuple(data.shape)} cannot be cut into {num_slice} "
+            f"{'equal ' if even_split else ''}slices; {cure}"
+        )
+    starts = [part * each + min(part, extra) for part in range(num_slice + 1)]
+    before: tuple[slice, ...] = (slice(None),) * axis
+    keys = [(*before, slice(start, end)) for start, end in pairwise(starts)]
+    return [data[key] for key in keys]
 
 
 def split_and_load(
@@ -119,24 +133,6 @@ def clip_global_norm(arrays: Iterable[Tensor | Array], max_norm: float, check_is
         for array in distinct:
             _scale(array, scale)
     return norm
-
-
-def _keys_of_slices(
-    shape: Sequence[int], num_slice: int, batch_axis: int, even_split: bool
-) -> list[tuple[slice, ...]]:
-    num_slice = check_int("split_data", "num_slice", num_slice, 1)
-    axis = as_axis("split_data", batch_axis, len(shape))
-    check_bool("split_data", "even_split", even_split)
-    each, extra = divmod(shape[axis], num_slice)
-    if each == 0 or (even_split and extra):
-        cure = "use fewer slices" if each == 0 else "use another batch size, or even_split=False"
-        raise ShapeError(
-            f"split_data: axis {axis} of shape {tuple(shape)} cannot be cut into {num_slice} "
-            f"{'equal ' if even_split else ''}slices; {cure}"
-        )
-    ends = [(part + 1) * each + min(part + 1, extra) for part in range(num_slice)]
-    before = [slice(None)] * axis
-    return [(*before, slice(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _single_device(devices: Sequence[Device | None]) -> Device:

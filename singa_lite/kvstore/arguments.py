@@ -39,7 +39,7 @@ class Arguments:
 
     def keys(self, where: str, key: Keys) -> list[Key]:
         """Return the keys of a call as a list of ints or of texts, each once."""
-        given: list[Any] = list(key) if isinstance(key, (list, tuple)) else [key]
+        given = _listed(key)
         if not given:
             raise OptionError(f"{self._name}: {where}: give at least one key")
         kinds = {str if isinstance(one, str) else int for one in [*given, *list(self.specs)[:1]]}
@@ -57,12 +57,11 @@ class Arguments:
 
     def values(self, where: str, key: Keys, value: Any) -> list[list[Any]]:
         """Return the arrays of each key, mostly one; [None] for a key that this worker leaves out."""
-        is_list = isinstance(key, (list, tuple))
-        values = list(value) if is_list and isinstance(value, (list, tuple)) else [value]
-        num_keys = len(key) if isinstance(key, (list, tuple)) else 1
+        num_keys = len(_listed(key))
+        values = _listed(value) if isinstance(key, (list, tuple)) else [value]
         if len(values) != num_keys:
             raise OptionError(f"{self._name}: {where}: {num_keys} keys but {len(values)} values")
-        lists = [list(one) if isinstance(one, (list, tuple)) else [one] for one in values]
+        lists = [_listed(one) for one in values]
         if not all(lists):
             raise OptionError(f"{self._name}: {where}: expected a value for each key, got an empty list")
         return lists
@@ -98,19 +97,17 @@ class Arguments:
                 raise DTypeError(
                     f"{self._name}: {where}: compression is for float32, and key {spec.key!r} is {spec.dtype}"
                 )
-            if len(arrays) == 1 and arrays[0] is None and options.allow_none:
-                pushes.append(Push(spec, None))
-            else:
-                pushes.append(self.as_push(where, spec, arrays))
+            is_left_out = len(arrays) == 1 and arrays[0] is None and options.allow_none
+            pushes.append(Push(spec, None if is_left_out else self.like_key(where, spec, arrays)))
         return pushes
 
-    def as_push(self, where: str, spec: Spec, arrays: list[Any]) -> Push:
-        """Return what is pushed of a key: an array like the key's, or the sum of several."""
+    def like_key(self, where: str, spec: Spec, arrays: list[Any]) -> Tensor:
+        """Return what is given for a key: an array like the key's, or the sum of several."""
         if len(arrays) == 1 and _is_plain(spec, arrays[0]):
-            return Push(spec, Tensor.wrap(arrays[0], get_default_device()))
+            return Tensor.wrap(arrays[0], get_default_device())
         for array in arrays:
             self._check_like(where, spec, array)
-        return Push(spec, self.total(where, spec.key, arrays))
+        return self.total(where, spec.key, arrays)
 
     def pulls(self, where: str, specs: list[Spec], key: Keys, out: Any) -> list[Pull]:
         """Return each key with the Tensors to pull it into; a typed error for arrays that cannot be written."""
@@ -178,6 +175,10 @@ class Arguments:
         factor = check_number(f"{self._name}: {where}", "scale", scale, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         is_mean = check_bool(f"{self._name}: {where}", "mean", mean)
         return PushOptions(factor, is_mean, check_bool(f"{self._name}: {where}", "allow_none", allow_none))
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _is_plain(spec: Spec, array: Any) -> bool:

@@ -20,6 +20,7 @@ class KVStoreBase(ABC):
     """
 
     names: ClassVar[tuple[str, ...]] = ()
+    _can_update: ClassVar[bool] = False
 
     @property
     def type(self) -> str:
@@ -36,11 +37,11 @@ class KVStoreBase(ABC):
         """How many workers use the store."""
         return 1
 
-    @staticmethod
-    def is_capable(capability: str) -> bool:
+    @classmethod
+    def is_capable(cls, capability: str) -> bool:
         """Return whether the store can update the values it keeps ("optimizer"); OptionError for another word."""
         check_choice("is_capable", "capability", capability, (OPTIMIZER,))
-        return False
+        return cls._can_update
 
     @abstractmethod
     def broadcast(self, key: Keys, value: Any, out: Any, priority: int = 0) -> None:

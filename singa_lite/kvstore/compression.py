@@ -22,7 +22,7 @@ Source: MXNet, src/kvstore/gradient_compression-inl.h.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,11 @@ class Compression:
         Raises:
             OptionError: it is not a dict, has no type or another name, or a value is not as the class says.
         """
-        names = [field.name for field in fields(cls)]
-        if not isinstance(params, Mapping) or "type" not in params or not set(params) <= set(names):
+        if (
+            not isinstance(params, Mapping)
+            or "type" not in params
+            or not set(params) <= {"type", "threshold"}
+        ):
             raise OptionError(
                 f"{WHERE}: expected a dict with type and, if it is not .5, threshold, got {params!r}"
             )

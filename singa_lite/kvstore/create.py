@@ -136,18 +136,13 @@ def _dist(arguments: dict[str, Any], timeout_s: float | None) -> KVStore:
             f"kvstore.create: {arguments['name']!r} needs servers; start the script with `singa-lite run -n "
             f"{job.num_workers} -s 1`"
         )
-    state.store = _connect(arguments, job.num_servers, timeout_s)
-    state.store_pid, state.store_arguments = os.getpid(), arguments
-    return state.store  # type: ignore[no-any-return]
-
-
-def _connect(arguments: dict[str, Any], num_servers: int, timeout_s: float | None) -> KVStore:
-    """Join the job."""
-    if num_servers == 0:
-        return ReplicaStore(arguments["name"], process_communicator(timeout_s=timeout_s))
-    messenger = process_messenger(timeout_s)
-    store = DistStore(
-        messenger=messenger, communicator=process_communicator(timeout_s=timeout_s), **arguments
-    )
-    exit_hooks().before_leaving(store.leave)
+    store: KVStore
+    if job.num_servers == 0:
+        store = ReplicaStore(arguments["name"], process_communicator(timeout_s=timeout_s))
+    else:
+        messenger = process_messenger(timeout_s)
+        workers = process_communicator(timeout_s=timeout_s)
+        store = DistStore(messenger=messenger, communicator=workers, **arguments)
+        exit_hooks().before_leaving(store.leave)
+    state.store, state.store_pid, state.store_arguments = store, os.getpid(), arguments
     return store

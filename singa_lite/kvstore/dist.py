@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class Request(Work):
         store: DistStore,
         name: str,
         number: int,
-        targets: dict[int, list[Array] | None],
+        targets: Mapping[int, list[Array] | None],
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.number = name, number
@@ -83,7 +84,8 @@ class Request(Work):
         with self._store._one_thread(self.name):
             try:
                 for send in self.sends:
-                    self._store.finish_send(self, send, timeout_s)
+                    with self._store.naming(self):
+                        send.wait(timeout_s)
                 while self.waits_for and not isinstance(self._failure, CommError):
                     self._store.receive_answer(self, timeout_s)
             except CommError as error:
@@ -155,7 +157,7 @@ class DistStore(KVStore):
 
     def server_stats(self) -> list[dict[str, Any]]:
         with self._one_thread("server_stats"):
-            request = self._ask("stats")
+            request = self._ask_all("stats")
         return [request.answers[server][0] for server in range(self.num_servers)]
 
     @property
@@ -169,7 +171,7 @@ class DistStore(KVStore):
             self._is_closed = True
             for request in list(self._requests.values()):
                 request.wait()
-            self._ask("close")
+            self._ask_all("close")
         self._messenger.close()
 
     def leave(self) -> None:
@@ -186,23 +188,27 @@ class DistStore(KVStore):
     def _init(self, specs: list[Spec], values: list[Tensor]) -> None:
         for spec in specs:
             self._parts[spec.key] = self._sharding.place(spec)
-        self._spread("init", list(zip(specs, values, strict=True)))
+        self._spread_values("init", specs, values)
 
-    def _overwrite(self, pushes: list[Push]) -> None:
-        self._spread("overwrite", [(push.spec, push.value) for push in pushes if push.value is not None])
+    def _overwrite(self, specs: list[Spec], values: list[Tensor]) -> None:
+        self._spread_values("overwrite", specs, values)
 
-    def _spread(self, verb: str, values: list[tuple[Spec, Tensor]]) -> None:
+    def _spread_values(self, verb: str, specs: list[Spec], values: list[Tensor]) -> None:
         """Send the values of worker 0 to the servers."""
-        keys, arrays = self._per_server(), self._per_server()
-        for spec, value in values:
-            for part, piece in self._pieces(spec, on_host(value)):
-                keys[part.server].append(spec.key)
-                arrays[part.server].append(piece)
         if self.rank == 0:
-            self._ask(verb, keys, arrays)
+            pieces: list[tuple[Any, Part, Array]] = []
+            for spec, value in zip(specs, values, strict=True):
+                pieces += [(spec.key, part, piece) for part, piece in self._pieces(spec, on_host(value))]
+            self._spread(verb, pieces)
 
-    def _per_server(self) -> dict[int, list[Any]]:
-        return {server: [] for server in range(self.num_servers)}
+    def _spread(self, verb: str, pieces: list[tuple[Any, Part, Array]]) -> None:
+        """Send every server a list of names and the arrays of its parts, of (name, part, array)."""
+        names: dict[int, list[Any]] = {server: [] for server in range(self.num_servers)}
+        arrays: dict[int, list[Array]] = {server: [] for server in names}
+        for name, part, piece in pieces:
+            names[part.server].append(name)
+            arrays[part.server].append(piece)
+        self._ask(verb, names, arrays)
 
     def _set_optimizer(self, description: Description) -> None:
         self._command("set_optimizer", dict(description))
@@ -216,10 +222,10 @@ class DistStore(KVStore):
     def _command(self, verb: str, content: Any) -> None:
         """Send a call of worker 0 to all servers."""
         if self.rank == 0:
-            self._ask(verb, dict.fromkeys(range(self.num_servers), content))
+            self._ask_all(verb, content)
 
     def _flush(self, call: str) -> None:
-        self._ask("flush", dict.fromkeys(range(self.num_servers), call))
+        self._ask_all("flush", call)
 
     def _end_call(self) -> None:
         with suppress(CommError):  # it is the next call's to raise
@@ -229,7 +235,7 @@ class DistStore(KVStore):
         """Return the states of whole keys on worker 0, {} on others."""
         if self.rank != 0:
             return {}
-        request = self._ask("get_states")
+        request = self._ask_all("get_states")
         found: dict[tuple[Key, str], list[Array]] = {}
         for server in range(self.num_servers):
             names, arrays = request.answers[server]
@@ -245,52 +251,42 @@ class DistStore(KVStore):
     def _set_states(self, states: dict[Key, Arrays]) -> None:
         if self.rank != 0:
             return
-        names, arrays = self._per_server(), self._per_server()
+        pieces: list[tuple[Any, Part, Array]] = []
         for key, each in states.items():
             spec = self._arguments.specs[key]
             for name, array in each.items():
-                pieces = (
-                    self._pieces(spec, array)
-                    if array.shape == spec.shape
-                    else [(part, array) for part in self._parts[key]]
-                )
-                for part, piece in pieces:
-                    names[part.server].append([key, name])
-                    arrays[part.server].append(np.asarray(piece, order="C"))
-        self._ask("set_states", names, arrays)
+                is_cut = array.shape == spec.shape
+                own = self._pieces(spec, array) if is_cut else [(part, array) for part in self._parts[key]]
+                pieces += [([key, name], part, np.asarray(piece, order="C")) for part, piece in own]
+        self._spread("set_states", pieces)
 
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
-        break_graph("it uses a key-value store")
         if pushes and self._is_async and self._optimizer is None:
             raise OptionError(
                 f"{self.type}: {what}: set_optimizer() comes first; without one there is no update"
             )
-        contents: dict[int, dict[str, Any]] = defaultdict(lambda: {"push": [], "left_out": [], "pull": []})
-        arrays: dict[int, list[Array]] = {}
+        contents: dict[int, dict[str, Any]] = defaultdict(
+            lambda: {"push": [], "left_out": [], "pull": [], "options": vars(options)}
+        )
+        arrays: dict[int, list[Array]] = defaultdict(list)
+        targets: dict[int, list[Array]] = defaultdict(list)
         pushed, lost = self._pushed(what, pushes)
         for spec, part, piece in pushed:
             contents[part.server]["push"].append(spec.key)
             if piece is None:
                 contents[part.server]["left_out"].append(spec.key)
             else:
-                arrays.setdefault(part.server, []).append(piece)
-        targets: dict[int, list[Array] | None] = {}
+                arrays[part.server].append(piece)
         staging = [(pull, _host_array(pull.outs[0])) for pull in pulls]
         for pull, array in staging:
             for part, piece in self._pieces(pull.spec, array):
                 contents[part.server]["pull"].append(pull.spec.key)
-                wanted = targets.setdefault(part.server, [])
-                assert wanted is not None
-                wanted.append(piece)
-        for content in contents.values():
-            content["options"] = vars(options)
-
-        def finish() -> None:
-            for pull, array in staging:
-                _give(array, pull.outs)
+                targets[part.server].append(piece)
 
         keys = [push.spec.key for push in pushes] or [pull.spec.key for pull in pulls]
-        request = self._send(f"{what} of {_shown(keys)}", "exchange", contents, arrays, targets, finish)
+        request = self._send(
+            f"{what} of {_shown(keys)}", "exchange", contents, arrays, targets, partial(_give, staging)
+        )
         self._residuals.update(lost)
         return request
 
@@ -305,10 +301,7 @@ class DistStore(KVStore):
             if push.value is not None
         }
         if self._compression is not None:
-            flat = {key: [piece.reshape(-1) for piece in each] for key, each in pieces.items()}
-            encoded, lost = self._residuals.encode(f"{self.type}: {what}", self._compression, flat)
-            codes = iter(encoded)
-            pieces = {key: [next(codes) for _ in each] for key, each in pieces.items()}
+            pieces, lost = self._residuals.encode(f"{self.type}: {what}", self._compression, pieces)
         pushed: list[tuple[Spec, Part, Array | None]] = []
         for push in pushes:
             parts = self._parts[push.spec.key]
@@ -326,15 +319,13 @@ class DistStore(KVStore):
 
     # ---- messages ------------------------------------------------------------------------------------
 
-    def _ask(
-        self,
-        verb: str,
-        contents: dict[int, Any] | None = None,
-        arrays: dict[int, list[Array]] | None = None,
-    ) -> Request:
+    def _ask_all(self, verb: str, content: Any = None) -> Request:
+        """Send all servers one message and wait for the answers."""
+        return self._ask(verb, dict.fromkeys(range(self.num_servers), content), {})
+
+    def _ask(self, verb: str, contents: dict[int, Any], arrays: dict[int, list[Array]]) -> Request:
         """Send every server a message and wait for the answers."""
-        targets: dict[int, list[Array] | None] = dict.fromkeys(range(self.num_servers))
-        request = self._send(verb, verb, contents or targets, arrays or {}, targets)
+        request = self._send(verb, verb, contents, arrays, dict.fromkeys(contents))
         request.wait()
         return request
 
@@ -342,9 +333,9 @@ class DistStore(KVStore):
         self,
         name: str,
         verb: str,
-        contents: dict[int, Any],
-        arrays: dict[int, list[Array]],
-        targets: dict[int, list[Array] | None],
+        contents: Mapping[int, Any],
+        arrays: Mapping[int, list[Array]],
+        targets: Mapping[int, list[Array] | None],
         finish: Callable[[], None] = lambda: None,
     ) -> Request:
         number = self._num_requests
@@ -356,27 +347,19 @@ class DistStore(KVStore):
         self._num_requests += 1
         if targets:
             self._requests[number] = request
-        with self._naming(request):
+        with self.naming(request):
             for server, header in headers.items():
-                to = self._rank_of(server)
+                to = self.num_workers + server
                 request.sends.append(self._messenger.send(to, header, arrays.get(server, ())))
         return request
 
     @contextmanager
-    def _naming(self, request: Request) -> Iterator[None]:
+    def naming(self, request: Request) -> Iterator[None]:
         """Add the call and its keys to a CommError."""
         try:
             yield
         except CommError as error:
             raise CommError(f"{self.type}: {request.name}: {error}") from None
-
-    def _rank_of(self, server: int) -> int:
-        return self.num_workers + server
-
-    def finish_send(self, request: Request, send: SendWork, timeout_s: float | None) -> None:
-        """Wait until a message of ``request`` has been sent."""
-        with self._naming(request):
-            send.wait(timeout_s)
 
     def _gone_error(self, request: Request, server: int) -> CommError:
         return CommError(f"{self.type}: {self._messenger.name}: {request.name}: {self._gone[server]}")
@@ -394,7 +377,7 @@ class DistStore(KVStore):
             if server in self._gone:
                 raise self._gone_error(request, server)
         limit_s = self._messenger.timeout_s if timeout_s is None else timeout_s
-        with self._naming(request):
+        with self.naming(request):
             try:
                 message = self._receive(request, limit_s)
             except CommError as error:
@@ -425,7 +408,7 @@ class DistStore(KVStore):
         """Report to the servers what this worker does, see ``Server._note``."""
         for server in servers:
             if server not in self._gone:
-                self._messenger.send(self._rank_of(server), ["note", request, what])
+                self._messenger.send(self.num_workers + server, ["note", request, what])
 
     def _handle(self, request: Request, message: Message) -> None:
         server = message.source - self.num_workers
@@ -436,7 +419,7 @@ class DistStore(KVStore):
             raise self._gone_error(request, server)
         number = message.header[1]
         answered = self._requests[number]
-        with self._naming(answered):
+        with self.naming(answered):
             answered.take(server, message)
         if not answered.waits_for:
             del self._requests[number]
@@ -469,13 +452,14 @@ def _host_array(out: Tensor) -> Array:
     return array if isinstance(array, np.ndarray) else out.device.backend.host_array(out.shape, out.dtype)
 
 
-def _give(array: Array, outs: Sequence[Tensor]) -> None:
-    """Copy a pulled value to those Tensors that it was not read into."""
-    for out in outs:
-        if out.array is not array:
-            backend = out.device.backend
-            source = array if isinstance(out.array, np.ndarray) else backend.asarray(array)
-            backend.run("copy", source, out=out.array)
+def _give(pulled: list[tuple[Pull, Array]]) -> None:
+    """Copy pulled values to those Tensors that they were not read into."""
+    for pull, array in pulled:
+        for out in pull.outs:
+            if out.array is not array:
+                backend = out.device.backend
+                source = array if isinstance(out.array, np.ndarray) else backend.asarray(array)
+                backend.run("copy", source, out=out.array)
 
 
 def _shown(keys: list[Key]) -> str:

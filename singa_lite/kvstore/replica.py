@@ -7,6 +7,7 @@ communicator. What does not: servers (dist.py, server.py).
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from .store import KVStore
 from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
 from .sums import SumMemory
 
-LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
-MEMORY_FACTOR = 2  # of the values' elements, for sums: each key in a list of all and in one of its own
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
+LOCAL_NAMES = (*UNCOMPRESSED, "device", "local_allreduce_device")
+MEMORY_FACTOR = 2  # of the values' elements, for sums: each key in a list of all and in one of its own
 
 
 class ReplicaStore(KVStore):
@@ -86,12 +88,11 @@ class ReplicaStore(KVStore):
             stored.updater = self._updater
             self._stored[spec.key] = stored
 
-    def _overwrite(self, pushes: list[Push]) -> None:
+    def _overwrite(self, specs: list[Spec], values: list[Tensor]) -> None:
         # workers may give them in other orders
-        for push in sorted(pushes, key=lambda push: str(push.spec.key)):
-            param = self._stored[push.spec.key].param
-            assert push.value is not None
-            param.copy_data(push.value)
+        for spec, value in sorted(zip(specs, values, strict=True), key=lambda pair: str(pair[0].key)):
+            param = self._stored[spec.key].param
+            param.copy_data(value)
             self._copy_of_worker_0(param)
 
     def _copy_of_worker_0(self, param: Tensor) -> None:
@@ -122,7 +123,6 @@ class ReplicaStore(KVStore):
             self._stored[key].set_states(arrays)
 
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
-        break_graph("it uses a key-value store")
         groups: dict[tuple[Device, np.dtype[Any]], list[Push]] = {}
         for push in pushes:
             device = self._stored[push.spec.key].param.device
@@ -158,10 +158,8 @@ class ReplicaStore(KVStore):
                 if has_value is None or has_value[:, number].any():
                     self._stored[push.spec.key].apply(part)
 
-    def _gather_has_value(
-        self, pushes: list[Push], options: PushOptions, name: str
-    ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """Return for each worker, and each key in order, whether it has a value; None: all have."""
+    def _gather_has_value(self, pushes: list[Push], options: PushOptions, name: str) -> Flags | None:
+        """Return whether each worker has a value for each key, shape (workers, keys); None: all have."""
         if not options.allow_none:
             return None
         mine = np.array([push.value is not None for push in pushes])
@@ -201,41 +199,35 @@ class ReplicaStore(KVStore):
         pushes: list[Push],
         device: Device,
         options: PushOptions,
-        has_value: np.ndarray[Any, np.dtype[np.bool_]] | None,
+        has_value: Flags | None,
         name: str,
     ) -> list[Any]:
         """Return for each push the sum of what all workers' codes stand for, each with its worker's scale."""
         assert self._compression is not None
-        given = {push.spec.key: [to_numpy(push.value).ravel()] for push in pushes if push.value is not None}
-        encoded, lost = self._residuals.encode(f"{self.type}: push", self._compression, given)
+        given = {push.spec.key: [to_numpy(push.value)] for push in pushes if push.value is not None}
+        codes, lost = self._residuals.encode(f"{self.type}: push", self._compression, given)
         self._residuals.update(lost)
-        codes = iter(encoded)
         sizes = [self._compression.code_size(push.spec.size) for push in pushes]
-        mine = [
-            np.zeros(size, np.int32) if push.value is None else next(codes)
-            for push, size in zip(pushes, sizes, strict=True)
-        ]
-        work = self._communicator.all_gather(np.concatenate(mine), name=name)
+        spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        mine = np.zeros(sum(sizes), np.int32)
+        for push, span in zip(pushes, spans, strict=True):
+            if push.value is not None:
+                mine[span] = codes[push.spec.key][0]
+        work = self._communicator.all_gather(mine, name=name)
         self._count(work)
         every = work.wait()
         scales = self._communicator.all_gather(np.array([options.scale]), name=f"{name}, scale").wait()
         assert every is not None and scales is not None
-        total = np.zeros(sum(push.spec.size for push in pushes), np.float32)
+        totals = [np.zeros(push.spec.size, np.float32) for push in pushes]
         for worker, row in enumerate(every.reshape(self.num_workers, -1)):
-            start = first = 0
-            for number, (push, size) in enumerate(zip(pushes, sizes, strict=True)):
+            for number, (total, span) in enumerate(zip(totals, spans, strict=True)):
                 if has_value is None or has_value[worker, number]:
-                    part = total[start : start + push.spec.size]
-                    add_decoded(
-                        self._compression, row[first : first + size], float(scales.flat[worker]), part
-                    )
-                start, first = start + push.spec.size, first + size
-        if options.mean:
+                    add_decoded(self._compression, row[span], float(scales.flat[worker]), total)
+        for total in totals if options.mean else ():
             total /= self.num_workers
-        backend, stops = device.backend, np.cumsum([push.spec.size for push in pushes])
         return [
-            backend.asarray(total[stop - push.spec.size : stop].reshape(push.spec.shape))
-            for stop, push in zip(stops, pushes, strict=True)
+            device.backend.asarray(total.reshape(push.spec.shape))
+            for total, push in zip(totals, pushes, strict=True)
         ]
 
     def _count(self, work: Work) -> None:
@@ -246,7 +238,5 @@ class ReplicaStore(KVStore):
 def _name_of(pushes: list[Push], options: PushOptions) -> str:
     """Return the name of a sum, with all keys: the communicator compares it, and shows where it differs."""
     keys = ", ".join([repr(push.spec.key) for push in pushes])
-    shown = "".join(
-        f", {name}={value}" for name, value in options.as_json().items() if value not in (None, False)
-    )
+    shown = "".join(f", {name}=True" for name, value in options.as_json().items() if value)
     return f"kvstore.push({keys}{shown})"

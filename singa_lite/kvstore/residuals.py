@@ -22,26 +22,27 @@ class Residuals:
 
     def encode(
         self, where: str, compression: Compression, values: Mapping[int | str, Sequence[Array]]
-    ) -> tuple[list[Array], dict[int | str, Array]]:
-        """Return the codes of flat float32 arrays, the consecutive pieces of each key, and what is then lost of each.
+    ) -> tuple[dict[int | str, list[Array]], dict[int | str, Array]]:
+        """Return the codes of float32 arrays, the consecutive pieces of each key, and what is then lost of each.
 
         That is for ``update``, once the codes are on their way.
 
         Raises:
             OptionError: a value is not finite, or too large with what was lost before.
         """
-        codes, changed = [], {}
+        codes: dict[int | str, list[Array]] = {key: [] for key in values}
+        changed = {}
         for key, pieces in values.items():
             size = sum(piece.size for piece in pieces)
             changed[key] = residual = self.get(key, size).copy()
             start = 0
             for piece in pieces:
                 code = np.empty(compression.code_size(piece.size), np.int32)
-                if not compression.encode(piece, residual[start : start + piece.size], code):
+                if not compression.encode(piece.reshape(-1), residual[start : start + piece.size], code):
                     raise OptionError(
                         f"{where}: the values of key {key!r} are not all finite, or too large; nothing was sent"
                     )
-                codes.append(code)
+                codes[key].append(code)
                 start += piece.size
         return codes, changed
 

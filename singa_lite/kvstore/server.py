@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from .stored import Description, StoredArray, make_optimizer
 from .waits import Waits
 
 Array = np.ndarray[Any, Any]
+Answer = tuple[Any, Sequence[Array]] | None  # content and arrays; None: of nothing
 
 
 class Contribution(NamedTuple):
@@ -89,8 +90,7 @@ class ServerPart:
         if any(not answer.done() for answer in self._answers):
             self.stored.param.array = self.value.copy()
         self._answers.clear()
-        before = self.value
-        self.stored.apply(total.astype(before.dtype, copy=False))
+        self.stored.apply(total.astype(self.value.dtype, copy=False))
         self._spare += [array for array, _ in given if array is not self.value and compression is None]
         del self._spare[len(self.queues) :]
 
@@ -117,14 +117,12 @@ class PendingPull(NamedTuple):
     Attributes:
         worker: whose it is.
         request: its number.
-        parts: what is pulled.
-        counts: how many pushes of each the worker had made before.
+        parts: what is pulled, each with how many pushes of it the worker had made before.
     """
 
     worker: int
     request: int
-    parts: list[ServerPart]
-    counts: list[int]
+    parts: list[tuple[ServerPart, int]]
 
 
 class Server:
@@ -173,7 +171,7 @@ class Server:
             self._note(message.source, request, content)
         else:
             try:
-                answer, arrays = self.VERBS[verb](self, content, message)
+                answer, arrays = getattr(self, f"_do_{verb}")(content, message) or (None, ())
                 work = self._messenger.send(message.source, ["values", request, answer], arrays)
                 if verb == "close":
                     self._last_answers.append(work)
@@ -201,10 +199,9 @@ class Server:
             self._check_counts(part)
             self._apply_rounds(part, worker)
         if content["pull"]:
-            parts = [self._parts[key] for key in content["pull"]]
-            self._pulls.append(
-                PendingPull(worker, request, parts, [part.num_pushes[worker] for part in parts])
-            )
+            pulled = [self._parts[key] for key in content["pull"]]
+            counted = [(part, part.num_pushes[worker]) for part in pulled]
+            self._pulls.append(PendingPull(worker, request, counted))
 
     def _apply_rounds(self, part: ServerPart, worker: int) -> None:
         queues = [part.queues[worker]] if self._is_async else part.queues
@@ -219,12 +216,11 @@ class Server:
 
     def _answer(self, pull: PendingPull) -> bool:
         """Answer a pull if its values are ready; return whether they were."""
-        if not all(self._is_ready(part, count) for part, count in zip(pull.parts, pull.counts, strict=True)):
+        if not all(self._is_ready(part, count) for part, count in pull.parts):
             return False
-        answer = self._messenger.send(
-            pull.worker, ["values", pull.request, None], [part.value for part in pull.parts]
-        )
-        for part in pull.parts:
+        values = [part.value for part, _ in pull.parts]
+        answer = self._messenger.send(pull.worker, ["values", pull.request, None], values)
+        for part, _ in pull.parts:
             part.note_answer(answer)
         self._waits.forget(pull.worker)
         return True
@@ -265,11 +261,7 @@ class Server:
             pull.worker: pull for pull in self._pulls if self._waits.pulling.get(pull.worker) == pull.request
         }
         needs = {
-            worker: {
-                late
-                for part, count in zip(pull.parts, pull.counts, strict=True)
-                for late in self._late_workers(part, count)
-            }
+            worker: {late for part, count in pull.parts for late in self._late_workers(part, count)}
             for worker, pull in pulls.items()
         }
         for worker in self._waits.endless(needs, self._left):
@@ -294,48 +286,41 @@ class Server:
                     f"{other} has pushed it {most} times; all workers must push a key equally often"
                 )
 
-    # ---- what changes the store: each returns content and arrays of the answer --------------------------
+    # ---- the other verbs: each method returns content and arrays of its answer, None for an empty one --------
 
-    def _join(self, content: dict[str, Any], message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_join(self, content: dict[str, Any], message: Message) -> None:
         self._is_async, self._staleness = content["is_async"], content["staleness"]
-        return None, ()
 
-    def _flush(self, call: str, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_flush(self, call: str, message: Message) -> None:
         """Answer, behind all that the worker has pushed, which is now in ``call``, a call of all workers."""
         self._waits.begin_call(message.source, call)
-        return None, ()
 
-    def _init(self, keys: list[Key], message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_init(self, keys: list[Key], message: Message) -> None:
         for key, value in zip(keys, message.read(), strict=True):
             part = ServerPart(key, value, self._num_workers)
             if self._optimizer is not None:
                 part.stored.set_optimizer(self._optimizer, self._lr)
             self._parts[key] = part
-        return None, ()
 
-    def _overwrite(self, keys: list[Key], message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_overwrite(self, keys: list[Key], message: Message) -> None:
         for key, value in zip(keys, message.read(), strict=True):
             self._parts[key].stored.param.array = value
-        return None, ()
 
-    def _set_optimizer(self, description: Description, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_set_optimizer(self, description: Description, message: Message) -> None:
         make_optimizer(description)  # which may raise, before anything has changed
         for part in self._parts.values():
             part.stored.set_optimizer(description)
         self._optimizer, self._lr = description, None
-        return None, ()
 
-    def _set_lr(self, lr: float, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_set_lr(self, lr: float, message: Message) -> None:
         for part in self._parts.values():
             part.stored.set_lr(lr)
         self._lr = lr
-        return None, ()
 
-    def _set_compression(self, params: dict[str, Any], message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_set_compression(self, params: dict[str, Any], message: Message) -> None:
         self._compression = Compression.of(params)
-        return None, ()
 
-    def _get_states(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_get_states(self, content: None, message: Message) -> Answer:
         """Answer with the names [key, state] and the arrays of all states."""
         states = [
             (part.key, name, np.asarray(array, order="C"))
@@ -344,15 +329,14 @@ class Server:
         ]
         return [[key, name] for key, name, _ in states], [array for *_, array in states]
 
-    def _set_states(self, names: list[list[Any]], message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_set_states(self, names: list[list[Any]], message: Message) -> None:
         states: dict[Key, dict[str, Array]] = {}
         for (key, name), array in zip(names, message.read(), strict=True):
             states.setdefault(key, {})[name] = array
         for key, arrays in states.items():
             self._parts[key].stored.set_states(arrays)
-        return None, ()
 
-    def _explain(self, number: int, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_explain(self, number: int, message: Message) -> Answer:
         """Answer with what a pull waits for, "" if it does not."""
         for pull in self._pulls:
             if (pull.worker, pull.request) == (message.source, number):
@@ -361,13 +345,13 @@ class Server:
 
     def _what_it_waits_for(self, pull: PendingPull) -> str:
         """Return whose pushes a pull waits for, as text."""
-        for part, count in zip(pull.parts, pull.counts, strict=True):
+        for part, count in pull.parts:
             if late := self._late_workers(part, count):
                 counts = ", ".join(f"worker {worker} ({part.num_pushes[worker]} so far)" for worker in late)
                 return f"waits for pushes of {part.key!r} by {counts}"
         return "waits for nothing"
 
-    def _stats(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_stats(self, content: None, message: Message) -> Answer:
         traffic = self._messenger.traffic
         return {
             "keys": len(self._parts),
@@ -378,23 +362,7 @@ class Server:
             "idle_s": traffic.wait_s,
         }, ()
 
-    def _close(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _do_close(self, content: None, message: Message) -> None:
         self._left.add(message.source)
         for part in self._parts.values():
             self._check_counts(part)
-        return None, ()
-
-    VERBS: ClassVar[dict[str, Callable[..., tuple[Any, Sequence[Array]]]]] = {
-        "join": _join,
-        "flush": _flush,
-        "init": _init,
-        "overwrite": _overwrite,
-        "set_optimizer": _set_optimizer,
-        "set_lr": _set_lr,
-        "set_compression": _set_compression,
-        "get_states": _get_states,
-        "set_states": _set_states,
-        "stats": _stats,
-        "explain": _explain,
-        "close": _close,
-    }

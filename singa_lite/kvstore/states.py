@@ -147,9 +147,8 @@ def gather_residuals(communicator: Communicator, specs: list[Spec], residuals: R
     """Return what compression has lost on each worker, by the name in the file; a collective."""
     found = {}
     for spec in specs:
-        rows = communicator.all_gather(
-            residuals.get(spec.key, spec.size), name="kvstore.save residual"
-        ).wait()
+        lost = residuals.get(spec.key, spec.size)
+        rows = communicator.all_gather(lost, name="kvstore.save residual").wait()
         assert rows is not None
         found[f"{spec.number}:{RESIDUAL}"] = rows
     return found

@@ -18,19 +18,12 @@ from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
 from ..comm.work import Work
 from ..dtypes import LARGEST_FLOAT32
-from ..errors import (
-    CheckpointError,
-    OptionError,
-    check_bool,
-    check_choice,
-    check_number,
-)
+from ..errors import CheckpointError, OptionError, check_bool, check_number
 from ..graph.recorder import break_graph
 from ..opt.base import Optimizer
 from ..opt.wrapper import OptimizerWrapper
 from ..tensor import Tensor
 from .arguments import Arguments
-from .base import OPTIMIZER
 from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec
 from .compression import Compression
 from .residuals import Array, Residuals
@@ -68,6 +61,8 @@ class KVStore(WorkerCalls):
         communicator: the workers.
     """
 
+    _can_update = True
+
     def __init__(self, name: str, communicator: Communicator) -> None:
         super().__init__(name, communicator)
         self._arguments = Arguments(name)
@@ -92,11 +87,6 @@ class KVStore(WorkerCalls):
     def num_servers(self) -> int:
         """How many servers keep the values; 0: every worker keeps them all."""
         return 0
-
-    @staticmethod
-    def is_capable(capability: str) -> bool:
-        check_choice("is_capable", "capability", capability, (OPTIMIZER,))
-        return True
 
     @property
     @abstractmethod
@@ -180,15 +170,14 @@ class KVStore(WorkerCalls):
             self._make_keys(specs, given)
         else:
             specs = [self._arguments.specs[one] for one in keys]
-            pushes = [
-                self._arguments.as_push("broadcast", spec, arrays)
+            given = [
+                self._arguments.like_key("broadcast", spec, arrays)
                 for spec, arrays in zip(specs, values, strict=True)
             ]
             pulls = self._arguments.pulls("broadcast", specs, key, out)
             manifest = {f"key {one!r}": True for one in keys}
-            self._together("broadcast", manifest, lambda: self._overwrite(pushes))
-        with self.aborting("broadcast"):
-            self._exchange("broadcast", [], pulls, PushOptions()).wait()
+            self._together("broadcast", manifest, lambda: self._overwrite(specs, given))
+        self._move("broadcast", [], pulls, PushOptions())
 
     # ---- values --------------------------------------------------------------------------------------
 
@@ -212,8 +201,7 @@ class KVStore(WorkerCalls):
         """
         options, specs = self._arguments.options("push", scale, mean), self._arguments.known("push", key)
         pushes = self._arguments.pushes("push", specs, key, value, options)
-        with self.aborting("push"):
-            self._exchange("push", pushes, [], options).wait()
+        self._move("push", pushes, [], options)
 
     def pull(self, key: Keys, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Set ``out`` to the values after this worker's last push of each key.
@@ -228,8 +216,7 @@ class KVStore(WorkerCalls):
             CommError: a worker or server is gone, or disagrees.
         """
         pulls = self._arguments.pulls("pull", self._arguments.known("pull", key), key, out)
-        with self.aborting("pull"):
-            self._exchange("pull", [], pulls, PushOptions()).wait()
+        self._move("pull", [], pulls, PushOptions())
 
     def pushpull(
         self,
@@ -261,8 +248,15 @@ class KVStore(WorkerCalls):
         specs = self._arguments.known("pushpull", key)
         pushes = self._arguments.pushes("pushpull", specs, key, value, options)
         pulls = self._arguments.pulls("pushpull", specs, key, value if out is None else out)
-        with self.aborting("pushpull"):
-            work = self._exchange("pushpull", pushes, pulls, options)
+        return self._move("pushpull", pushes, pulls, options, wait=wait)
+
+    def _move(
+        self, where: str, pushes: list[Push], pulls: list[Pull], options: PushOptions, wait: bool = True
+    ) -> Work:
+        """Begin an exchange, and wait for its end unless ``wait`` is False."""
+        with self.aborting(where):
+            break_graph("it uses a key-value store")
+            work = self._exchange(where, pushes, pulls, options)
             if wait:
                 work.wait()
         return work
@@ -289,6 +283,9 @@ class KVStore(WorkerCalls):
         for spec in self._arguments.specs.values():
             self._arguments.check_float("set_optimizer", spec)
         self._together("set_optimizer", description, lambda: self._set_optimizer(description))
+        self._note_optimizer(description)
+
+    def _note_optimizer(self, description: Description) -> None:
         self._optimizer, self._lr, self._arguments.needs_floats = description, None, True
 
     def set_learning_rate(self, lr: float) -> None:
@@ -366,13 +363,9 @@ class KVStore(WorkerCalls):
     def save_states(
         self, where: str, fname: Path, head: Mapping[str, Any], get_states: Callable[[], States]
     ) -> None:
-        """Save states by key, such as those of a Trainer's own optimizer; a collective of the workers.
+        """Save states by key, such as those of a Trainer's own optimizer, and ``head``, JSON values; all call it.
 
-        Args:
-            where: the caller, for errors.
-            fname: the file.
-            head: what else is kept, JSON values.
-            get_states: gives the states on worker 0; called on all.
+        ``get_states`` gives the states on worker 0, and is called on all.
         """
         _check_path(where, fname)
 
@@ -397,8 +390,7 @@ class KVStore(WorkerCalls):
         """Read a file on worker 0, check it, and give its states to ``set_states`` there, {} on others.
 
         Args:
-            where: the caller, for errors.
-            fname: the file.
+            where, fname: the caller, for errors, and the file.
             alike: what must be as when it was saved, of ``head``; the optimizer's class unless one was dumped.
             get_states: gives the states that there are, on worker 0; called on all.
             set_states: takes those of the file; called on all.
@@ -411,50 +403,54 @@ class KVStore(WorkerCalls):
             CheckpointError: see ``load_optimizer_states``.
         """
         _check_path(where, fname)
-        head: dict[str, Any] = {}
 
-        def load() -> None:
+        def load() -> dict[str, Any]:
             specs, mine = list(self._arguments.specs.values()), get_states()
-            states: States = {}
-            lost: Arrays = {}
-            failure = None
-            if self.rank == 0:
-                try:
-                    found, states, lost = read_states(fname, describe_store(specs, self.num_workers), specs)
-                    head.update(found)
-                    check(head)
-                    same = {**alike, **self._compression_entry()}
-                    if head.get("optimizer") is not None:
-                        mine = states_with(fname, head["optimizer"], specs)
-                        same.pop("optimizer_class", None)
-                    check_head(fname, head, same)
-                    # of a Trainer's own optimizer the file has no states of other Trainers' keys
-                    states = {key: each for key, each in states.items() if each or key in mine}
-                    check_states(fname, mine, states)
-                    if bool(lost) != bool(self._compression):
-                        raise CheckpointError(f"{fname}: saved {'with' if lost else 'without'} compression")
-                except CheckpointError as error:
-                    failure = str(error)
-            found_here = [failure, head, list(mine)]
-            failure, shared, keys = self._communicator.all_gather_object(found_here, name="kvstore.load")[0]
-            if failure:
-                raise CheckpointError(failure)
-            head.update(shared)
+            head, states, lost, keys = self._do(
+                "read_states", lambda: self._read_states(fname, specs, mine, alike, check)
+            )
+            head, keys = self._communicator.all_gather_object([head, keys], name="kvstore.load")[0]
             if head.get("optimizer") is not None:
                 self._do("set_optimizer", lambda: self._set_dumped(head["optimizer"]))
             self._do("set_states", lambda: set_states(states))
             if self._compression:
                 whose = [spec for spec in specs if spec.key in keys]  # not those of other Trainers
                 scatter_residuals(self._communicator, whose, self._residuals, lost)
+            return head
 
-        self._together(where, {}, load)
-        return head
+        return self._together(where, {}, load)
+
+    def _read_states(
+        self,
+        fname: Path,
+        specs: list[Spec],
+        mine: States,
+        alike: Mapping[str, Any],
+        check: Callable[[Mapping[str, Any]], None],
+    ) -> tuple[dict[str, Any], States, Arrays, list[Key]]:
+        """Return head, states and residuals of a file, and the keys they are of; CheckpointError if of another store.
+
+        On other workers than worker 0 they are empty.
+        """
+        if self.rank != 0:
+            return {}, {}, {}, []
+        head, states, lost = read_states(fname, describe_store(specs, self.num_workers), specs)
+        check(head)
+        same = {**alike, **self._compression_entry()}
+        if head.get("optimizer") is not None:
+            mine = states_with(fname, head["optimizer"], specs)
+            same.pop("optimizer_class", None)
+        check_head(fname, head, same)
+        # of a Trainer's own optimizer the file has no states of other Trainers' keys
+        states = {key: each for key, each in states.items() if each or key in mine}
+        check_states(fname, mine, states)
+        if bool(lost) != bool(self._compression):
+            raise CheckpointError(f"{fname}: saved {'with' if lost else 'without'} compression")
+        return head, states, lost, list(mine)
 
     def get_states(self) -> States:
         """Return the states of each key's optimizer, of whole keys, on worker 0 at least; all call it."""
-        found: States = {}
-        self._together("get_states", {}, lambda: found.update(self._get_states()))
-        return found
+        return self._together("get_states", {}, self._get_states)
 
     def set_states(self, states: States) -> None:
         """Continue from worker 0's ``get_states``; all call it.
@@ -500,7 +496,7 @@ class KVStore(WorkerCalls):
     def _set_dumped(self, optimizer: dict[str, Any]) -> None:
         """Set the optimizer of a file."""
         self._set_optimizer(optimizer["description"])
-        self._optimizer, self._lr, self._arguments.needs_floats = optimizer["description"], None, True
+        self._note_optimizer(optimizer["description"])
         if optimizer["lr"] is not None:
             self._set_lr(optimizer["lr"])
             self._note_lr(optimizer["lr"])
@@ -512,7 +508,7 @@ class KVStore(WorkerCalls):
         """Make keys with worker 0's values; called on all workers, as all here up to ``_set_states``."""
 
     @abstractmethod
-    def _overwrite(self, pushes: list[Push]) -> None:
+    def _overwrite(self, specs: list[Spec], values: list[Tensor]) -> None:
         """Set keys to worker 0's values."""
 
     @abstractmethod

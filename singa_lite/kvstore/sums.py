@@ -35,18 +35,17 @@ class SumMemory:
         dtype = pushes[0].spec.dtype
         self._dtype = np.dtype(np.float32) if dtype == np.float16 else dtype
         self._is_large = [push.spec.size * self._dtype.itemsize >= DIRECT_BYTES for push in pushes]
-        order = sorted(range(len(pushes)), key=self._is_large.__getitem__)
-        sizes = [pushes[number].spec.size for number in order]
-        self.flat = Tensor.wrap(device.backend.empty((sum(sizes),), self._dtype), device)
-        stops = np.cumsum(sizes).tolist()
-        spans = {
-            number: slice(stop - size, stop) for number, size, stop in zip(order, sizes, stops, strict=True)
-        }
-        self.parts = [self.flat.array[spans[n]].reshape(push.spec.shape) for n, push in enumerate(pushes)]
-        num_packed = sum(
-            push.spec.size for push, is_large in zip(pushes, self._is_large, strict=True) if not is_large
-        )
-        self._packed = Tensor.wrap(self.flat.array[:num_packed], device)
+        flat = device.backend.empty((sum(push.spec.size for push in pushes),), self._dtype)
+        self.flat = Tensor.wrap(flat, device)
+        parts: dict[int, Any] = {}
+        stop = num_packed = 0
+        for number in sorted(range(len(pushes)), key=self._is_large.__getitem__):
+            spec = pushes[number].spec
+            start, stop = stop, stop + spec.size
+            parts[number] = flat[start:stop].reshape(spec.shape)
+            num_packed = num_packed if self._is_large[number] else stop
+        self.parts = [parts[number] for number in range(len(pushes))]
+        self._packed = Tensor.wrap(flat[:num_packed], device)
 
     def fill(self, pushes: Sequence[Push], scale: float) -> Iterator[tuple[Any, Any]]:
         """Yield for each collective the raw array to sum, times ``scale``, and where its sum goes, maybe the same."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from ..comm.base import Communicator
 from ..comm.progress import progress_of_process
@@ -23,16 +23,12 @@ from ..tensor.core import check_tensor
 from .base import KVStoreBase
 from .calls import difference
 
+Result = TypeVar("Result")
 BUSY_S = 1.0  # that a call waits for the end of another thread's
 
 
 class WorkerCalls(KVStoreBase):
-    """A store of several workers.
-
-    Args:
-        name: what the store was created by.
-        communicator: the workers.
-    """
+    """A store of several workers; see ``KVStore`` for its arguments."""
 
     def __init__(self, name: str, communicator: Communicator) -> None:
         self._name = name
@@ -81,20 +77,17 @@ class WorkerCalls(KVStoreBase):
     def aborting(self, where: str) -> Iterator[None]:
         """Inside, an exception aborts the store, as the exchange is half done; but not one that a check of ours raises.
 
-        Args:
-            where: the caller, for errors.
+        ``where`` is the caller, for errors.
         """
         with self._one_thread(where):
             self.check_usable(where)
             try:
                 yield
-            except CommError as error:
-                self.abort(str(error))
-                raise
-            except SingaLiteError:
-                raise
             except BaseException as error:
-                self.abort(f"{where} was ended by {type(error).__name__}")
+                if isinstance(error, CommError):
+                    self.abort(str(error))
+                elif not isinstance(error, SingaLiteError):
+                    self.abort(f"{where} was ended by {type(error).__name__}")
                 raise
 
     @contextmanager
@@ -114,8 +107,7 @@ class WorkerCalls(KVStoreBase):
     def applying(self, where: str) -> Iterator[None]:
         """Inside, any exception aborts the store: other workers may have applied what this one has not.
 
-        Args:
-            where: the caller, for errors.
+        ``where`` is the caller, for errors.
         """
         try:
             yield
@@ -128,8 +120,7 @@ class WorkerCalls(KVStoreBase):
         with self._calling("barrier"):
             self._communicator.barrier(name="kvstore.barrier")
 
-    def _barrier(self) -> None:
-        self.barrier()
+    _barrier = barrier
 
     def agree(self, call: str, mine: Mapping[str, Any]) -> None:
         """Raise a CommError that names worker and entry unless all workers call this with equal JSON values."""
@@ -158,8 +149,8 @@ class WorkerCalls(KVStoreBase):
                 name = f"kvstore.average({tensor.name})" if tensor.name else "kvstore.average"
                 self._communicator.all_reduce(tensor.array, "mean", name=name).wait()
 
-    def _together(self, call: str, mine: Mapping[str, Any], action: Callable[[], None]) -> None:
-        """Do ``action`` on all workers, once all have called it with equal entries; fail on all or none.
+    def _together(self, call: str, mine: Mapping[str, Any], action: Callable[[], Result]) -> Result:
+        """Return the result of ``action``, once all workers have called it with equal entries; fail on all or none.
 
         Raises:
             CommError: naming worker and entry, where they differ.
@@ -170,21 +161,21 @@ class WorkerCalls(KVStoreBase):
             everyone = self._communicator.all_gather_object(dict(mine), name=f"kvstore.{call}")
             odd = next((worker for worker, theirs in enumerate(everyone) if theirs != everyone[0]), None)
             if odd is None:
-                self._do(call, action)
-        if odd is not None:
-            text = difference(call, everyone[0], 0, everyone[odd], odd)
-            raise CommError(f"{self._name}: worker {self.rank}: {text}")
+                return self._do(call, action)
+        text = difference(call, everyone[0], 0, everyone[odd], odd)
+        raise CommError(f"{self._name}: worker {self.rank}: {text}")
 
-    def _do(self, call: str, action: Callable[[], None]) -> None:
-        """Do ``action`` on all workers, and raise on all of them what it has raised on one."""
+    def _do(self, call: str, action: Callable[[], Result]) -> Result:
+        """Return the result of ``action``, done on all workers; raise on all of them what it has raised on one."""
         failure = None
         try:
-            action()
+            result = action()
         except (OptionError, CheckpointError) as error:
             failure = [type(error).__name__, str(error)]
         failures = self._communicator.all_gather_object(failure, name=f"kvstore.{call} has ended")
         for kind, text in filter(None, failures):
             raise (OptionError if kind == "OptionError" else CheckpointError)(text)
+        return result
 
     @contextmanager
     def _calling(self, call: str) -> Iterator[None]:

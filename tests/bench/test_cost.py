@@ -22,6 +22,7 @@ from singa_lite.bench.cost import (
     together,
 )
 from singa_lite.bench.wire_bytes import Message, fp16, fp32, int8, power_sgd, sign, sparse
+from singa_lite.comm.link import parse_link
 from singa_lite.errors import OptionError
 from tests.bench.test_wire_bytes import CNN, N
 
@@ -155,7 +156,7 @@ TABLE = {  # messages, seconds of compressing, step in ms, median steps to 98 %,
     "dgc:0.001": (sparse(N, 0.001), 0.6e-3, 16.8, 737, 12.4),
     "sparseTopK:0.01": (sparse(N, 0.01), 0.6e-3, 18.4, 603, 11.1),
 }
-SLOW = Network.of_link(100e6, 1e-3)
+SLOW = Network.of_link(parse_link("--link", "100mbit,1ms"))
 
 
 def exchange(messages: Iterable[Message]) -> Transfer:
