@@ -128,6 +128,28 @@ def test_the_time_that_a_rank_is_late_is_waited_by_the_other(transport):
         assert first.overlap is not None and first.wire < LATE_S / 2
 
 
+def profiled(communicator):
+    made, dist, x, y = net(communicator, use_graph=True)
+    device = x.device
+    for _ in range(2):
+        made(x, y)
+    (info,) = made.graph_info()
+    device.SetVerbosity(1)
+    try:
+        made(x, y)
+        (entries,) = device.profile.entries.values()
+    finally:
+        device.SetVerbosity(0)
+    return dist.step_seconds, [entry.name for entry in entries], [node.split(" ")[0] for node in info.nodes]
+
+
+def test_a_profiled_replay_is_measured_and_its_table_has_no_clock():
+    for seconds, names, nodes in run_ranks(profiled, 2):
+        assert min(seconds.compute, seconds.compress, seconds.wait, seconds.update) > 0
+        assert seconds.wire is not None
+        assert names == nodes and "Dist.clock" not in names
+
+
 class Clock:
     """Seconds that pass where a test says so, in place of ``time.perf_counter``."""
 
