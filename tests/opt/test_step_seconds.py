@@ -128,6 +128,31 @@ def test_the_time_that_a_rank_is_late_is_waited_by_the_other(transport):
         assert first.overlap is not None and first.wire < LATE_S / 2
 
 
+def with_a_check(communicator):
+    found = []
+    for use_graph in (False, True):
+        bytes_sent = []
+        for check_finite in (None, "skip"):
+            made, dist, x, y = net(communicator, use_graph=use_graph, check_finite=check_finite)
+            for _ in range(3):
+                made(x, y)
+            if communicator.rank == 1:
+                time.sleep(LATE_S)
+            made(x, y)
+            bytes_sent.append(dist.bytes_sent)
+        found.append((dist.step_seconds, dist.wait_s, bytes_sent))
+    return found
+
+
+def test_the_collective_of_check_finite_is_of_the_step_but_for_its_bytes():
+    ranks = run_ranks(with_a_check, 2)
+    for seconds, wait_s, (without, checked) in itertools.chain(*ranks):
+        assert seconds.wait == pytest.approx(wait_s, rel=0.05, abs=1e-3)
+        assert seconds.wire is not None and seconds.hidden is not None
+        assert checked == without > 0
+    assert all(wait_s > LATE_S / 2 for _, wait_s, _ in ranks[0])
+
+
 def profiled(communicator):
     made, dist, x, y = net(communicator, use_graph=True)
     device = x.device
