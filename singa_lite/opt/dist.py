@@ -405,7 +405,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _end_call(self, scheme: Scheme, is_timed: bool) -> None:
         """Note what the step has sent and how long it took, and whether to stop, at replays too."""
-        self._end_measuring(is_timed)
+        self._end_measuring(is_timed, None if self._finite is None else self._finite.traffic)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self._opt._step_counter + 1)  # this one is about to be counted
         self._ranks.steps_by_hand = None

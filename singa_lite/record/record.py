@@ -124,7 +124,6 @@ class Record:
             assert backend.set_writeable is not None  # as it rounds updates
             self._copies = RoundedCopies(casts, params, backend.set_writeable)
             weakref.finalize(self, self._copies.forget).atexit = False
-        self._nodes = [node for node in self._nodes if not isinstance(node, ClockCall)]
 
     def fits(self, known: Known, given: list[Tensor]) -> bool:
         """Return whether a replay would do what the step does now.
@@ -186,7 +185,7 @@ class Record:
             self._changes.note_replay()
 
     def _replay_timed(self, profile: TimeProfile) -> None:
-        """Run the nodes one by one and give the device's profile how long each took."""
+        """Run the nodes one by one and give the device's profile how long each took but those of the clock."""
         times = [time.perf_counter()]
 
         def note_time() -> None:
@@ -194,8 +193,13 @@ class Record:
             times.append(time.perf_counter())
 
         run_steps(self._nodes, note_time)
-        names = [(node.phase, node.name) for node in self._nodes]
-        profile.add(self._number, names, [end - start for start, end in pairwise(times)])
+        measured = [
+            (node, end - start)
+            for node, (start, end) in zip(self._nodes, pairwise(times), strict=True)
+            if not isinstance(node, ClockCall)
+        ]
+        names = [(node.phase, node.name) for node, _ in measured]
+        profile.add(self._number, names, [seconds for _, seconds in measured])
 
     def info(self, label: str) -> RecordInfo:
         """Return facts to read; ``label`` is the kind's."""
@@ -207,7 +211,7 @@ class Record:
             counts[Host] + counts[Fork],
             self._num_bytes,
             None,
-            tuple(map(_described, self._nodes)),
+            tuple(_described(node) for node in self._nodes if not isinstance(node, ClockCall)),
         )
 
 

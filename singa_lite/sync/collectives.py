@@ -42,6 +42,7 @@ class ArrayCollectives:
         # until the last step began, of the last step, and of all steps
         self._before, self._last, self._total = Traffic(), Traffic(), Traffic()
         self._times: StepTimes | None = None
+        self._check_bytes = 0  # sent to decide on the last step, not in _last
         self._fused: dict[str, list[GivenArray]] = {"sum": [], "half": []}  # put aside until the next send
 
     def collective_name(self, name: str) -> str:
@@ -80,14 +81,14 @@ class ArrayCollectives:
 
     @property
     def wait_s(self) -> float:
-        """Seconds the host waited for collectives in the last step."""
+        """Seconds the host waited for collectives in the last step, that of ``check_finite`` among them."""
         return self._measured("wait_s", self._last).wait_s
 
     @property
     def step_seconds(self) -> StepSeconds | None:
         """Where the time of the last step went; None before the first one, and on CUDA, which runs behind the host."""
         last = self._measured("step_seconds", self._last)
-        return None if self._times is None else step_seconds(self._times, last.bytes_sent)
+        return None if self._times is None else step_seconds(self._times, last.bytes_sent + self._check_bytes)
 
     def _measured(self, name: str, traffic: Traffic) -> Traffic:
         """Return ``traffic``, for the attribute ``name``."""
@@ -97,9 +98,17 @@ class ArrayCollectives:
     def _begin_measuring(self) -> None:
         self._before = self.communicator.traffic.copy()
 
-    def _end_measuring(self, is_timed: bool) -> None:
-        """Count what was sent since the step began; of a device whose kernels run behind the host no seconds."""
+    def _end_measuring(self, is_timed: bool, check: Traffic | None = None) -> None:
+        """Count what was sent since the step began; of a device whose kernels run behind the host no seconds.
+
+        Args:
+            is_timed: whether the kernels do not run behind the host.
+            check: traffic of this step before it began, of which the wait counts and the bytes do not.
+        """
         self._last = self.communicator.traffic.since(self._before)
+        self._check_bytes = 0 if check is None else check.bytes_sent
+        if check is not None:
+            self._last.wait_s += check.wait_s
         self._total.add(self._last)
         times = end_step()
         self._times = times if is_timed else None

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import Communicator
+from ..comm.work import Traffic
 from ..dtypes import accumulation_dtype
 from ..errors import CheckpointError, NonFiniteError
 from ..graph.recorder import fork, host, join, scalar
@@ -38,6 +39,11 @@ class FiniteCheck:
         mode: "raise" a NonFiniteError on all ranks, or "skip" the update on all.
         drop_update: called first in both cases, so that gradients added up with these are not used any more.
         name: gives the name of the collective, which says whose it is.
+
+    Attributes:
+        num_skipped: updates left out.
+        loss_scale: see Note [loss scale].
+        traffic: of the last check, which is not in a step's bytes.
     """
 
     def __init__(
@@ -48,8 +54,9 @@ class FiniteCheck:
         name: Callable[[str], str],
     ) -> None:
         self.mode, self._communicator, self._drop_update, self._name = mode, communicator, drop_update, name
-        self.num_skipped = 0  # updates
-        self.loss_scale = LARGEST_SCALE  # see Note [loss scale]
+        self.num_skipped = 0
+        self.loss_scale = LARGEST_SCALE
+        self.traffic = Traffic()
         self._num_good = 0  # updates since the scale was changed
         self._num_in_a_row = 0  # updates left out since the last one that was made, or set_states
 
@@ -109,9 +116,7 @@ class FiniteCheck:
             if count:
                 mine[:] = indices[number], count
                 break
-        name = self._name("whether gradients are finite")
-        everyone = self._communicator.all_gather(mine, name=name).wait()
-        assert everyone is not None
+        everyone = self._gathered(mine)
         texts = [
             f"{params[index][0]!r} on rank {rank} ({count} of {params[index][1]} elements)"
             for rank, (index, count) in enumerate(everyone.tolist())
@@ -133,6 +138,14 @@ class FiniteCheck:
                 RuntimeWarning,
             )
         return not texts
+
+    def _gathered(self, mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return ``mine`` of all ranks, a row for each; count the traffic."""
+        before = self._communicator.traffic.copy()
+        everyone = self._communicator.all_gather(mine, name=self._name("whether gradients are finite")).wait()
+        assert everyone is not None
+        self.traffic = self._communicator.traffic.since(before)
+        return everyone
 
     def _count(self, is_skipped: bool) -> None:
         if is_skipped:

@@ -52,7 +52,12 @@ class StepSeconds:
 
 
 def step_seconds(times: StepTimes, bytes_sent: int) -> StepSeconds:
-    """Return the seconds of a step of which the clock has measured ``times``, and whose collectives ``bytes_sent``."""
+    """Return the seconds of a step.
+
+    Args:
+        times: what the clock has measured of it.
+        bytes_sent: by all of its collectives, that of ``check_finite`` among them.
+    """
     seconds, moving = defaultdict(float, times.seconds), _moving(times.waited, bytes_sent)
     waiting = [(wait.start, wait.end) for wait in times.waited]
     return StepSeconds(

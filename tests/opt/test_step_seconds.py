@@ -128,6 +128,53 @@ def test_the_time_that_a_rank_is_late_is_waited_by_the_other(transport):
         assert first.overlap is not None and first.wire < LATE_S / 2
 
 
+def with_a_check(communicator):
+    found = []
+    for use_graph in (False, True):
+        bytes_sent = []
+        for check_finite in (None, "skip"):
+            made, dist, x, y = net(communicator, use_graph=use_graph, check_finite=check_finite)
+            for _ in range(3):
+                made(x, y)
+            if communicator.rank == 1:
+                time.sleep(LATE_S)
+            made(x, y)
+            bytes_sent.append(dist.bytes_sent)
+        found.append((dist.step_seconds, dist.wait_s, bytes_sent))
+    return found
+
+
+def test_the_collective_of_check_finite_is_of_the_step_but_for_its_bytes():
+    ranks = run_ranks(with_a_check, 2)
+    for seconds, wait_s, (without, checked) in itertools.chain(*ranks):
+        assert seconds.wait == pytest.approx(wait_s, rel=0.05, abs=1e-3)
+        assert seconds.wire is not None and seconds.hidden is not None
+        assert checked == without > 0
+    assert all(wait_s > LATE_S / 2 for _, wait_s, _ in ranks[0])
+
+
+def profiled(communicator):
+    made, dist, x, y = net(communicator, use_graph=True)
+    device = x.device
+    for _ in range(2):
+        made(x, y)
+    (info,) = made.graph_info()
+    device.SetVerbosity(1)
+    try:
+        made(x, y)
+        (entries,) = device.profile.entries.values()
+    finally:
+        device.SetVerbosity(0)
+    return dist.step_seconds, [entry.name for entry in entries], [node.split(" ")[0] for node in info.nodes]
+
+
+def test_a_profiled_replay_is_measured_and_its_table_has_no_clock():
+    for seconds, names, nodes in run_ranks(profiled, 2):
+        assert min(seconds.compute, seconds.compress, seconds.wait, seconds.update) > 0
+        assert seconds.wire is not None
+        assert names == nodes and "Dist.clock" not in names
+
+
 class Clock:
     """Seconds that pass where a test says so, in place of ``time.perf_counter``."""
 
