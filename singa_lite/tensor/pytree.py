@@ -154,7 +154,8 @@ def _walk(
     if form == "plain" or (form == "function" and _is_free(value)):
         # of two zeros the sign, and likewise
         return type(value), (repr(value),) if not value or isinstance(value, TOLD_APART) else value
-    if not _is_taken_apart(value):
+    # as in _is_taken_apart, which would be one more call at every replay
+    if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
         return describe(value)
     walk = partial(_walk, found=found, describe=describe, takes_results=takes_results)
     if form == "dict":
