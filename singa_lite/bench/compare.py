@@ -185,9 +185,9 @@ def changes_of(
     rows = (before, after)
 
     def change(name: str) -> Change:
-        return Change(Figure(**before[name]), Figure(**after[name]))
+        return Change(_figure(before[name]), _figure(after[name]))
 
-    errors = [_error(Figure(**row["accuracy"])) for row in rows]
+    errors = [_error(_figure(row["accuracy"])) for row in rows]
     found = {
         "step ms": change("step_ms"),
         "bytes of the run": change("run_bytes"),
@@ -195,7 +195,7 @@ def changes_of(
         "error %": Change(errors[0], errors[1]),
     }
     if target is not None:
-        times = [None if row["target_s"] is None else Figure(**row["target_s"]) for row in rows]
+        times = [None if row["target_s"] is None else _figure(row["target_s"]) for row in rows]
         shares = [row["num_reached"] / row["num_runs"] for row in rows]
         found[f"s to {100 * target:g} %"] = Change(times[0], times[1], shares[1] < shares[0])
     return found
@@ -223,6 +223,11 @@ def _left_out(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     if a["target"] != b["target"]:
         lines.append(f"seconds to the target, which is {a['target']} in A and {b['target']} in B")
     return lines
+
+
+def _figure(numbers: Mapping[str, float | None]) -> Figure:
+    """Return a figure of JSON, NaN where bench sync wrote null, for NaN or an infinity."""
+    return Figure(**{name: math.nan if value is None else value for name, value in numbers.items()})
 
 
 def _error(accuracy: Figure) -> Figure:
