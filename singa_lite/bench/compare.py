@@ -58,7 +58,7 @@ class Change:
             return False
         if math.isnan(self.after.mean):  # it has diverged; NaN is not larger than anything
             return not math.isnan(self.before.mean)
-        is_beyond = self.after.mean > self.before.mean * (1 + tolerance)
+        is_beyond = self.after.mean > self.before.mean + tolerance * abs(self.before.mean)
         return is_beyond and self.after.lowest > self.before.highest
 
     def text(self, tolerance: float) -> str:

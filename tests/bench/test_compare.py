@@ -149,9 +149,13 @@ def test_the_spread_of_errors_is_that_of_the_accuracies(accuracies, code, tmp_pa
         (0.0, 1.0, None, True),
         (math.nan, math.nan, math.nan, False),
         (1.0, 1.2, 1.2, False),
+        (-1.0, -0.9, 0.9, False),
+        (-1.0, -0.7, 0.7, True),
+        (-1.0, 0.1, -0.1, True),
+        (-1.0, -1.5, 1.5, False),
     ],
 )
-def test_zeros_and_no_numbers_are_judged_too(before, after, ratio, is_worse):
+def test_zeros_negative_and_no_numbers_are_judged_too(before, after, ratio, is_worse):
     change = Change(Figure.of([before]), Figure.of([after]))
     assert change.is_worse(0.2) == is_worse
     assert change.ratio == pytest.approx(ratio, nan_ok=True) if ratio is not None else change.ratio is None
