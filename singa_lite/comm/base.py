@@ -71,8 +71,8 @@ class World:
         rendezvous_id: random name shared by all ranks of a "shm" world, else "".
         transport: that of the Communicator to join it with (``comm.find_transports``): "local" (size 1), "shm" (one
             host), "mpi".
-        members: of a group, the rank of each of its ranks in the world that it was made of, for errors and
-            traces; () of a world.
+        members: of a group, the rank of each of its ranks in the world that it was made of, for errors and traces;
+            () of a world.
     """
 
     rank: int = 0
