@@ -482,6 +482,27 @@ def test_parts_that_are_missing_are_an_error(tmp_path):
         join_trace(tmp_path, tmp_path / "out.json")
 
 
+@pytest.mark.parametrize("is_empty_part", [False, True])
+def test_a_job_that_ends_before_it_traces_leaves_an_older_trace_and_no_parts(tmp_path, capsys, is_empty_part):
+    out = tmp_path / "out.json"
+    out.write_text("older")
+    with tracing(out) as variables:
+        if is_empty_part:  # of a process that was killed before its first line
+            (Path(variables["SINGA_LITE_TRACE"]) / f"0{trace_module.SUFFIX}").touch()
+    said = capsys.readouterr().err
+    assert "the job ended before a process began to trace" in said
+    assert f"{out}, if it is there, is of an earlier run" in said
+    assert out.read_text() == "older" and not parts_folder(out).exists()
+
+
+def test_a_script_that_fails_at_its_top_leaves_no_parts(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('at the top')")
+    command = [sys.executable, "-m", "singa_lite", "run", "-n", "2", "--trace", "out.json", "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ended.returncode == 1 and "ended before a process began to trace" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
 def test_a_writer_without_a_disk_says_so_and_goes_on(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     writer = TraceWriter(tmp_path / "file")
