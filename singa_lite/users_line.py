@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -26,10 +27,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def _users_frame() -> tuple[FrameType | None, int]:
     """Return the innermost frame outside of this package, or None, and the caller's ``stacklevel`` of it."""
     frame, level = sys._getframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, "<frozen")):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_USERS):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     return frame, level
 
 
 # as frames have it, which need not be absolute
 PACKAGE = os.path.dirname(_users_frame.__code__.co_filename) + os.sep
+# the last enters our own context managers
+NOT_USERS = (PACKAGE, "<frozen", contextlib.contextmanager.__code__.co_filename)

@@ -58,7 +58,7 @@ class Change:
             return False
         if math.isnan(self.after.mean):  # it has diverged; NaN is not larger than anything
             return not math.isnan(self.before.mean)
-        is_beyond = self.after.mean > self.before.mean * (1 + tolerance)
+        is_beyond = self.after.mean > self.before.mean + tolerance * abs(self.before.mean)
         return is_beyond and self.after.lowest > self.before.highest
 
     def text(self, tolerance: float) -> str:
@@ -185,7 +185,7 @@ def changes_of(
     rows = (before, after)
 
     def change(name: str) -> Change:
-        return Change(Figure(**before[name]), Figure(**after[name]))
+        return Change(_figure(before[name]), _figure(after[name]))
 
     found = {
         "step ms": change("step_ms"),
@@ -194,7 +194,7 @@ def changes_of(
         "error %": Change(_error(before), _error(after)),
     }
     if target is not None:
-        times = [None if row["target_s"] is None else Figure(**row["target_s"]) for row in rows]
+        times = [None if row["target_s"] is None else _figure(row["target_s"]) for row in rows]
         shares = [row["num_reached"] / row["num_runs"] for row in rows]
         found[f"s to {100 * target:g} %"] = Change(times[0], times[1], shares[1] < shares[0])
     return found
@@ -224,9 +224,14 @@ def _left_out(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _figure(numbers: Mapping[str, float | None]) -> Figure:
+    """Return a figure of JSON, NaN where bench sync wrote null, for NaN or an infinity."""
+    return Figure(**{name: math.nan if value is None else value for name, value in numbers.items()})
+
+
 def _error(row: Mapping[str, Any]) -> Figure:
     """Return 100 % minus the accuracy."""
-    accuracy = Figure(**row["accuracy"])
+    accuracy = _figure(row["accuracy"])
     mean, lowest, highest = (
         100 * (1 - value) for value in (accuracy.mean, accuracy.highest, accuracy.lowest)
     )

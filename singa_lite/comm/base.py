@@ -71,7 +71,8 @@ class World:
         rendezvous_id: random name shared by all ranks of a "shm" world, else "".
         transport: that of the Communicator to join it with (``comm.find_transports``): "local" (size 1), "shm" (one
             host), "mpi".
-        members: of a group, the rank of each of its ranks in the world that it was made of, for errors; () of a world.
+        members: of a group, the rank of each of its ranks in the world that it was made of, for errors and traces;
+            () of a world.
     """
 
     rank: int = 0
@@ -163,6 +164,7 @@ class Communicator(ABC):
         self.stop_requests = StopRequests()
         self.carries_requests = True
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
+        self._num_launched = 0
         self._max_works = MAX_DROPPED  # from which on those that have ended are looked for
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
         self._groups: tuple[weakref.ref[Communicator], ...] = ()  # made by new_group
@@ -463,7 +465,8 @@ class Communicator(ABC):
         kind, name, _, _, wire_dtype = operation
         work.kind, work.name = kind, name
         work._launcher, work._arrays, work._stop_requests = self, (array, out, scale), self.stop_requests
-        work._thread = thread
+        work._thread, work._number, work._members = thread, self._num_launched, self.world.members
+        self._num_launched += 1
         if kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if wire_dtype is None else array.nbytes // 2

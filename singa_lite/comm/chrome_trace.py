@@ -29,18 +29,40 @@ THREAD_OF = {"pack": EXCHANGE, "compress": EXCHANGE, "decompress": EXCHANGE, "wa
 PER_THREAD = 100  # threads of the trace for each thread of a process
 
 
+class Key(NamedTuple):
+    """What is equal on all ranks for one collective, and for no other one.
+
+    A rank's steps are its own: one may make a step more than the others, or write fewer.
+
+    Attributes:
+        restart: of the job.
+        members: of its communicator, see ``Waited``.
+        number: likewise.
+        name: of the collective.
+        occurrence: which one of these it is, as a process may have several communicators of the same ranks.
+    """
+
+    restart: int
+    members: tuple[int, ...]
+    number: int
+    name: str
+    occurrence: int
+
+
 class TracedCollective(NamedTuple):
     """A collective of a step as one rank saw it.
 
     Attributes:
         process: that rank's in the trace.
-        key: equal on all ranks for one collective: restart, step, name, and how many of it came before in the step.
+        step: of this rank.
+        key: of the collective.
         waited: of the clock, times corrected to rank 0's.
         times: those of ``waited``.
     """
 
     process: int
-    key: tuple[int, int, str, int]
+    step: int
+    key: Key
     waited: Waited
     times: tuple[float, float, float]
 
@@ -117,13 +139,13 @@ def _spans(part: Part) -> Iterator[Span]:
 
 
 def _collectives(process: int, part: Part) -> Iterator[TracedCollective]:
-    for number, _, _, waited in part.steps:
-        counts: dict[str, int] = defaultdict(int)
+    counts: Counter[Key] = Counter()
+    for step, _, _, waited in part.steps:
         for each in waited:
-            counts[each.name] += 1
+            key = Key(part.restart, each.members, each.number, each.name, 0)
+            counts[key] += 1
             if each.times is not None:
-                key = (part.restart, number, each.name, counts[each.name])
-                yield TracedCollective(process, key, each, each.times)
+                yield TracedCollective(process, step, key._replace(occurrence=counts[key]), each, each.times)
 
 
 def _host_events(process: int, part: Part, start: float) -> Iterator[Event]:
@@ -145,7 +167,7 @@ def _wire_events(
     collectives: Sequence[TracedCollective], parts: Mapping[int, Part], start: float
 ) -> Iterator[Event]:
     """Yield the collectives of all ranks, with arrows from what started each to what followed the wait for it."""
-    of_key: dict[tuple[int, int, str, int], list[TracedCollective]] = defaultdict(list)
+    of_key: dict[Key, list[TracedCollective]] = defaultdict(list)
     for each in collectives:
         of_key[each.key].append(each)
     steps = {
@@ -154,24 +176,28 @@ def _wire_events(
         for step, thread, spans, _ in part.steps
     }
     num_ranks = Counter(part.restart for part in parts.values() if part.host)
-    num_with = Counter((parts[process].restart, step) for process, step in steps if parts[process].host)
     wires: dict[int, list[float]] = defaultdict(list)  # of a process: when each of its wires is free
     for number, each in enumerate(sorted(collectives, key=lambda one: one.times[0])):
-        process, (restart, step, name, _), waited, (posted, there, ended) = each
+        process, step, key, waited, (posted, there, ended) = each
         there, ended = max(posted, there), max(posted, there, ended)
         wire = next((k for k, free in enumerate(wires[process]) if free <= posted), len(wires[process]))
         if wire == len(wires[process]):
             yield _named("thread_name", "wire" if wire == 0 else f"wire {wire + 1}", process, WIRE + wire)
             wires[process].append(ended)
         wires[process][wire] = ended
-        last = _last_process(each, of_key[each.key], num_with[restart, step] == num_ranks[restart])
+        num_members = len(key.members) or num_ranks[key.restart]
+        last = _last_process(each, of_key[key], num_members)
         facts: dict[str, Any] = {"bytes_sent": waited.bytes_sent, "kind": waited.kind}
         if last is not None:
             facts["last_rank"] = _rank(last, parts[last])
         if there > posted and last != process:
             what = "waits for another rank" if last is None else f"waits for rank {facts['last_rank']}"
-            yield _complete(what, process, WIRE + wire, posted - start, there - start, step, name, **facts)
-        yield _complete(waited.kind, process, WIRE + wire, there - start, ended - start, step, name, **facts)
+            yield _complete(
+                what, process, WIRE + wire, posted - start, there - start, step, key.name, **facts
+            )
+        yield _complete(
+            waited.kind, process, WIRE + wire, there - start, ended - start, step, key.name, **facts
+        )
         yield from _arrow(number, each, *steps[process, step], WIRE + wire, start)
 
 
@@ -190,13 +216,14 @@ def _arrow(
     yield {**arrow, "ph": "f", "bp": "e", "ts": 1e6 * (one.waited.end - start), "tid": last}
 
 
-def _last_process(one: TracedCollective, same: Sequence[TracedCollective], is_whole: bool) -> int | None:
+def _last_process(one: TracedCollective, same: Sequence[TracedCollective], num_members: int) -> int | None:
     """Return which process called a collective last: the one whose call was nearest to when all were there.
 
-    None if it may have been a rank that was killed before it wrote the step, which is not ``is_whole`` then.
+    None if it may have been one of the ``num_members`` that has not written it, as where it was killed in the step.
     """
     there = one.times[1]
     nearest = min(same, key=lambda each: abs(each.times[0] - there))
+    is_whole = len(same) >= num_members
     return nearest.process if is_whole or nearest.times[0] == there else None
 
 

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..config import env
@@ -128,13 +128,20 @@ def join_trace(folder: Path, path: Path, is_over: bool = False) -> str:
 
     Raises:
         CommError: there are no parts, or one is damaged; or processes still write, and ``path`` has what they did so
-            far. OSError, CheckpointError: a file cannot be read or written. The parts stay.
+            far. OSError, CheckpointError: a file cannot be read or written. The parts stay, but for empty ones of a job
+            that is over without another.
     """
     files = _parts_in(folder)
     num_written = 0 if is_over else sum(map(_is_written, files))
     contents = [(str(file), file.read_bytes().splitlines()) for file in files]
     # a process that was killed, or had no disk, before its first line has no part
     parts = [read_part(lines, file) for file, lines in contents if lines]
+    if not parts and is_over:
+        _remove(files, folder)
+        raise CommError(
+            f"trace {path}: the job ended before a process began to trace, or runs on hosts that do not share {folder}"
+            f"; {path}, if it is there, is of an earlier run"
+        )
     if not parts:
         raise CommError(
             f"trace {path}: no process has written a part to {folder}, which all hosts of the job must share"
@@ -151,13 +158,18 @@ def join_trace(folder: Path, path: Path, is_over: bool = False) -> str:
             f"trace {path}: {num_written} processes still write to {folder}: it has what {len(known)} processes did so "
             "far, and all parts stay; join them again when the processes have ended"
         )
-    for file in files:
-        if is_over or not _is_written(file):  # its process may have made it a moment before the first look
-            file.unlink()
-    with contextlib.suppress(OSError):  # other files are in it
-        folder.rmdir()
+    # its process may have made it a moment before the first look
+    _remove([file for file in files if is_over or not _is_written(file)], folder)
     cut = ", of the first steps alone" if any(part.is_cut for part in parts) else ""
     return f"trace of {len(known)} processes{cut}: {path}; open it in ui.perfetto.dev or chrome://tracing"
+
+
+def _remove(files: Sequence[Path], folder: Path) -> None:
+    """Remove parts, and their folder if nothing else is in it."""
+    for file in files:
+        file.unlink()
+    with contextlib.suppress(OSError):  # other files are in it
+        folder.rmdir()
 
 
 def _is_written(file: Path) -> bool:

@@ -67,16 +67,7 @@ def _add_line(part: Part, line: Any) -> None:
     """Add what a line of JSON says; one of several errors if it is not what a process writes."""
     if "step" in line:
         spans = [Span(str(phase), str(name), *_seconds(times, 2)) for phase, name, *times in line["spans"]]
-        works = [
-            Waited(
-                str(name),
-                str(kind),
-                _whole(sent),
-                None if times is None else Times(*_seconds(times, 3)),
-                *_seconds(ends, 2),
-            )
-            for name, kind, sent, times, *ends in line["waited"]
-        ]
+        works = [_waited(*values) for values in line["waited"]]
         part.steps.append((_whole(line["step"]), _whole(line["thread"]), spans, works))
     elif "offset" in line:
         part.offsets.setdefault(_whole(line["offset_of"]), []).append(Offset(*_seconds(line["offset"], 3)))
@@ -85,6 +76,17 @@ def _add_line(part: Part, line: Any) -> None:
         part.pid, part.host = _whole(line.get("pid", part.pid)), str(line.get("host", part.host))
         part.rank = part.rank if line.get("rank") is None else _whole(int(line["rank"]))
         part.restart = part.restart if line.get("restart") is None else _whole(int(line["restart"]))
+
+
+def _waited(
+    name: Any, kind: Any, sent: Any, times: Any, start: Any, end: Any, number: Any, members: Any
+) -> Waited:
+    """Return a collective of JSON; ValueError or TypeError if it is not what a process writes."""
+    known = None if times is None else Times(*_seconds(times, 3))
+    start, end = _seconds((start, end), 2)
+    return Waited(
+        str(name), str(kind), _whole(sent), known, start, end, _whole(number), tuple(map(_whole, members))
+    )
 
 
 def _seconds(values: Sequence[Any], count: int) -> list[float]:

@@ -102,6 +102,8 @@ class Work:
     bytes_payload: int = 0
     has_times: bool = True
     _launcher: Launcher | None = None
+    _number: int = 0  # of the collectives of its communicator
+    _members: tuple[int, ...] = ()  # of its communicator (base.World)
     _thread: int = 0  # which has started it
     _arrays: tuple[Array | None, ...] = ()
     _stop_requests: StopRequests | None = None  # of its communicator
@@ -148,7 +150,8 @@ class Work:
         if clock is not None and clock.is_running and not self._was_waited:
             self._was_waited = True
             times = self._times() if self.has_times and self._is_done() else None
-            clock.waited(Waited(self.name, self.kind, self.bytes_sent, times, start, end))
+            facts = (self.name, self.kind, self.bytes_sent, times, start, end)
+            clock.waited(Waited(*facts, self._number, self._members))
 
     def done(self) -> bool:
         """Return whether wait() would return at once. Never blocks."""

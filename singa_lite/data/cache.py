@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from .. import config
 from ..errors import DataError
+from ..users_line import warn
 
 try:
     import fcntl
@@ -22,6 +23,7 @@ except ImportError:  # Windows: two processes may fetch at once; each still writ
     fcntl = None  # type: ignore[assignment]
 
 POLL_S = 0.05  # how soon a free lock is noticed
+SILENT_S = 5.0  # of a wait for a lock, before a warning: a fetch takes longer, checking the files does not
 
 
 def cache_root() -> Path:
@@ -52,6 +54,8 @@ def as_path(where: str, folder: object) -> Path:
 def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
     """Hold ``path`` against other processes; the system frees it when a holder dies.
 
+    A wait of more than SILENT_S is a UserWarning, which names ``path`` and ``wait_s``.
+
     Raises:
         OSError: ``path`` is a symlink or not a regular file; nothing is written to it, whatever it is. Another process,
             which may have been stopped, holds it after ``wait_s`` seconds.
@@ -69,13 +73,19 @@ def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
 
 
 def _lock(handle: int, path: Path, wait_s: float) -> None:
-    deadline = time.monotonic() + wait_s
+    start = time.monotonic()
+    is_warned = False
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - start
+            if waited_s >= wait_s:
                 raise OSError(f"{path} was not free for {wait_s:g} s, as other processes held it") from None
+            if waited_s >= SILENT_S and not is_warned:
+                limit = "until it is free" if math.isinf(wait_s) else f"for at most {wait_s:g} s"
+                warn(f"waiting for {path}, which another process holds, {limit}")
+                is_warned = True
             time.sleep(POLL_S)
 
 

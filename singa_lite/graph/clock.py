@@ -46,6 +46,8 @@ class Waited(NamedTuple):
     times: tuple[float, float, float] | None
     start: float
     end: float
+    number: int = 0  # of the collectives of its communicator, the same on all ranks
+    members: tuple[int, ...] = ()  # of a group's communicator, its ranks in the world; () of a world's
 
 
 @dataclass

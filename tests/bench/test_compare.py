@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from singa_lite import cli
+from singa_lite.bench import sync
 from singa_lite.bench.compare import Change
+from singa_lite.bench.datasets import data_set_of
 from singa_lite.bench.report import Figure, as_json, rows_of
-from singa_lite.bench.runs import FORMAT, TABLE
+from singa_lite.bench.runs import FORMAT, TABLE, Provenance, Runs, Settings, inputs_of
 
 EVALUATION = {"step": 5, "seconds": 1.0, "bytes_sent": 100}
 
@@ -97,6 +99,31 @@ def test_each_figure_that_is_worse_by_more_than_the_tolerance_is_an_exit_code(
     assert (compare(b, b), compare(b, a)) == (0, 0)
 
 
+def finished_sync(folder: Path, losses: tuple[float, ...]) -> Path:
+    """A folder in which `bench sync` has made its table of finished runs, a seed for each loss."""
+    settings = [
+        Settings("cnn-mnist", "fp32", seed, ranks=1, synthetic=40, graph=True) for seed in range(len(losses))
+    ]
+    inputs = inputs_of("cnn-mnist", data_set_of("cnn-mnist").images(40, None))
+    runs = Runs(folder, Provenance.here(1, inputs))
+    for each, loss in zip(settings, losses, strict=True):
+        runs.add(each, {**result(loss=loss), "device": "cpu", "break_reasons": [], "num_records": 1})
+    assert sync.compare(settings, None, folder) == 0
+    return folder
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_run_of_bench_sync_that_diverged_is_worse(loss, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sync, "picture", lambda drawn, heading: None)
+    before = finished_sync(tmp_path / "before", (0.1, 0.2))
+    after = finished_sync(tmp_path / "after", (0.1, loss))
+    assert json.loads((after / TABLE).read_bytes())["rows"][0]["loss"]["mean"] is None
+    capsys.readouterr()
+    assert compare(before, after) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("spread: fp32: loss")
+    assert (compare(after, after), compare(after, before)) == (0, 0)
+
+
 def test_a_larger_tolerance_forgives_it(a, tmp_path):
     b = write(tmp_path / "b", {"fp32": [result(14.0)] * 2, "fp16": [result(5.0)] * 2})
     assert (compare(a, b, "--tolerance", "0.5"), compare(a, b, "--tolerance", "0.1")) == (0, 1)
@@ -122,9 +149,13 @@ def test_the_spread_of_errors_is_that_of_the_accuracies(accuracies, code, tmp_pa
         (0.0, 1.0, None, True),
         (math.nan, math.nan, math.nan, False),
         (1.0, 1.2, 1.2, False),
+        (-1.0, -0.9, 0.9, False),
+        (-1.0, -0.7, 0.7, True),
+        (-1.0, 0.1, -0.1, True),
+        (-1.0, -1.5, 1.5, False),
     ],
 )
-def test_zeros_and_no_numbers_are_judged_too(before, after, ratio, is_worse):
+def test_zeros_negative_and_no_numbers_are_judged_too(before, after, ratio, is_worse):
     change = Change(Figure.of([before]), Figure.of([after]))
     assert change.is_worse(0.2) == is_worse
     assert change.ratio == pytest.approx(ratio, nan_ok=True) if ratio is not None else change.ratio is None

@@ -31,6 +31,7 @@ TRAIN = """
 import os, signal, sys
 import numpy as np
 from singa_lite import layer, model, opt, tensor
+from singa_lite.errors import ShapeError
 
 class Net(model.Model):
     def __init__(self):
@@ -56,6 +57,11 @@ rng = np.random.default_rng(rank)
 x = tensor.from_numpy(rng.standard_normal((32, 200)).astype(np.float32))
 y = tensor.from_numpy(rng.integers(0, 10, 32).astype(np.int32))
 net.compile([x], use_graph=graph == "graph")
+if end == "retry" and rank == 0:
+    try:
+        net(x, tensor.from_numpy(np.zeros(31, np.int32)))
+    except ShapeError:
+        pass
 for step in range(6):
     if step == 4 and rank == 1 and end == "kill" and os.environ["SINGA_LITE_RESTART"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,6 +126,21 @@ def test_arrows_go_from_the_message_over_the_wire_to_the_gradients(tmp_path):
         for arrow in (start, over, end):  # each end is within an event, or a viewer does not show it
             around = complete(trace, arrow["pid"], arrow["tid"])
             assert any(e["ts"] - 0.01 <= arrow["ts"] <= e["ts"] + e["dur"] + 0.01 for e in around), arrow
+
+
+def test_ranks_agree_on_who_was_last_though_one_has_a_step_more(tmp_path):
+    trace, ended = traced(tmp_path, "fp32", "eager", "retry", ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    steps = [{event["args"]["step"] for event in complete(trace, rank)} for rank in range(2)]
+    assert steps == [set(range(1, 8)), set(range(1, 7))]
+    wires = [
+        [event for event in complete(trace, rank, WIRE) if "waits" not in event["name"]] for rank in (0, 1)
+    ]
+    last = [
+        [event["args"]["last_rank"] for event in sorted(wire, key=lambda event: event["ts"])]
+        for wire in wires
+    ]
+    assert last[0] == last[1] and len(last[0]) >= 6
 
 
 @pytest.mark.parametrize(("end", "code"), [("kill", 128 + signal.SIGKILL), ("raise", 1)])
@@ -207,13 +228,68 @@ def test_a_rank_that_was_killed_in_its_step_may_have_been_the_last(of_rank_1, th
     def of(rank: int, numbers: list[int], posted: float) -> Part:
         spans = [Span("wait", "a", 1.0, 9.0)]
         waited = [Waited("a", "all_reduce", 24, (posted, there, 9.0), 8.0, 9.0)]
-        steps = [(number, 0, spans, waited if number == 2 and rank != 1 else []) for number in numbers]
+        steps = [(number, 0, spans, waited if number == 2 else []) for number in numbers]
         return Part(rank=rank, host="host", steps=steps)
 
     trace = chrome_trace({0: of(0, [1, 2], 5.0), 1: of(1, of_rank_1, 0.0), 2: of(2, [1, 2], 7.0)})
     first, second = complete(trace, 0, WIRE)
     assert first["name"] == ("waits for another rank" if last is None else f"waits for rank {last}")
     assert first["args"].get("last_rank") == second["args"].get("last_rank") == last
+
+
+def one_step(step: int, posted: float, there: float, **facts) -> tuple[int, int, list[Span], list[Waited]]:
+    waited = Waited("a", "all_reduce", 24, (posted, there, there + 1.0), posted, there + 1.0, **facts)
+    return (step, 0, [Span("wait", "a", posted, there + 1.0)], [waited])
+
+
+def last_ranks(trace: dict, rank: int) -> list[int | None]:
+    events = [event for event in complete(trace, rank, WIRE) if "waits" not in event["name"]]
+    return [event["args"].get("last_rank") for event in events]
+
+
+def test_a_rank_with_a_step_of_its_own_does_not_change_who_was_last():
+    alone = (1, 0, [Span("forward", "", 0.0, 0.5), Span("unfinished", "", 0.5, 0.6)], [])
+    zero = Part(rank=0, host="host", steps=[alone, one_step(2, 1.0, 2.5), one_step(3, 4.0, 4.5, number=1)])
+    one = Part(rank=1, host="host", steps=[one_step(1, 2.0, 2.5), one_step(2, 3.5, 4.5, number=1)])
+    trace = chrome_trace({0: zero, 1: one})
+    assert last_ranks(trace, 0) == last_ranks(trace, 1) == [1, 0]
+    assert [event["name"] for event in complete(trace, 0, WIRE)] == [
+        "waits for rank 1",
+        "all_reduce",
+        "all_reduce",
+    ]
+    assert {event["args"]["step"] for event in complete(trace, 0, WIRE)} == {2, 3}
+
+
+def test_who_was_last_is_not_known_where_the_part_of_another_rank_is_cut():
+    zero = Part(rank=0, host="host", steps=[one_step(2, 1.0, 2.5)], is_cut=True)
+    one = Part(rank=1, host="host", steps=[one_step(1, 2.0, 2.5), one_step(2, 3.5, 4.5, number=1)])
+    assert last_ranks(chrome_trace({0: zero, 1: one}), 1) == [1, None]
+
+
+def test_groups_with_collectives_of_one_name_have_a_last_rank_each():
+    def of(rank: int, posted: float, *members: int) -> Part:
+        return Part(rank=rank, host="host", steps=[one_step(1, posted, max(members) + 2.5, members=members)])
+
+    parts = {0: of(0, 1.0, 0, 2), 1: of(1, 5.0, 1, 3), 2: of(2, 4.0, 0, 2), 3: of(3, 2.0, 1, 3)}
+    trace = chrome_trace(parts)
+    assert [last_ranks(trace, rank) for rank in range(4)] == [[2], [1], [2], [1]]
+
+
+def test_two_communicators_of_the_same_ranks_are_told_apart_by_their_order():
+    zero = Part(rank=0, host="host", steps=[one_step(1, 1.0, 2.5), one_step(2, 4.0, 4.5)])
+    one = Part(rank=1, host="host", steps=[one_step(1, 2.0, 2.5), one_step(2, 3.5, 4.5)])
+    trace = chrome_trace({0: zero, 1: one})
+    assert last_ranks(trace, 0) == last_ranks(trace, 1) == [1, 0]
+
+
+def test_a_part_keeps_which_collective_of_which_ranks_it_was(tmp_path):
+    _, _, spans, waited = one_step(1, 1.0, 2.5, number=7, members=(0, 2))
+    writer = TraceWriter(tmp_path)
+    writer.add_step(spans, waited)
+    writer.close()
+    [file] = tmp_path.iterdir()
+    assert read_part(file.read_bytes().splitlines()).steps == [(1, 0, spans, waited)]
 
 
 def test_collectives_that_overlap_are_on_several_wires():
@@ -262,7 +338,8 @@ def test_a_part_that_a_kill_has_cut_keeps_its_whole_lines():
     "line",
     ["1", "[]", '{"step": 1, "thr', '{"step": 1}', '{"rank": 1e999}', '{"pid": "x"}', "[" * 100000,
      '{"step": 1, "thread": 0, "spans": [["forward", "", NaN, 2.0]], "waited": []}',
-     '{"step": 1, "thread": 0, "spans": [], "waited": [["w", "all_reduce", 4, 0, 1.0, 2.0]]}',
+     '{"step": 1, "thread": 0, "spans": [], "waited": [["w", "all_reduce", 4, 0, 1.0, 2.0, 0, []]]}',
+     '{"step": 1, "thread": 0, "spans": [], "waited": [["w", "all_reduce", 4, null, 1.0, 2.0, 0, [-1]]]}',
      '{"offset_of": 1, "offset": [1.0, "x", 0.0]}'],
 )  # fmt: skip
 def test_a_damaged_line_of_a_part_is_an_error_that_names_it(line, tmp_path):
@@ -403,6 +480,27 @@ def test_a_path_that_the_output_cannot_encode_is_printed_with_escapes(tmp_path):
 def test_parts_that_are_missing_are_an_error(tmp_path):
     with pytest.raises(CommError, match="no process has written a part"):
         join_trace(tmp_path, tmp_path / "out.json")
+
+
+@pytest.mark.parametrize("is_empty_part", [False, True])
+def test_a_job_that_ends_before_it_traces_leaves_an_older_trace_and_no_parts(tmp_path, capsys, is_empty_part):
+    out = tmp_path / "out.json"
+    out.write_text("older")
+    with tracing(out) as variables:
+        if is_empty_part:  # of a process that was killed before its first line
+            (Path(variables["SINGA_LITE_TRACE"]) / f"0{trace_module.SUFFIX}").touch()
+    said = capsys.readouterr().err
+    assert "the job ended before a process began to trace" in said
+    assert f"{out}, if it is there, is of an earlier run" in said
+    assert out.read_text() == "older" and not parts_folder(out).exists()
+
+
+def test_a_script_that_fails_at_its_top_leaves_no_parts(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('at the top')")
+    command = [sys.executable, "-m", "singa_lite", "run", "-n", "2", "--trace", "out.json", "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ended.returncode == 1 and "ended before a process began to trace" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_a_writer_without_a_disk_says_so_and_goes_on(tmp_path, capsys):

@@ -4,10 +4,11 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from singa_lite.data import cifar, mnist
+from singa_lite.data import cache, cifar, mnist
 from singa_lite.data.cache import cache_root, locked, whole_file
 from singa_lite.errors import DataError
 
@@ -99,6 +100,37 @@ def test_a_lock_that_is_not_freed_is_an_error_of_the_data_set_which_names_it(tmp
             pytest.raises(DataError, match=f"{folder}/lock was not free for 0.2 s"),
         ):
             load()
+
+
+def test_a_long_wait_for_a_lock_is_one_warning_with_its_limit(tmp_path, monkeypatch):
+    lock = tmp_path / "lock"
+    monkeypatch.setattr(cache, "SILENT_S", 0.1)
+    with locked(lock):
+        with (
+            pytest.warns() as warned,
+            pytest.raises(OSError, match=r"was not free for 0\.4 s"),
+            locked(lock, 0.4),
+        ):
+            raise AssertionError("the lock was taken")
+        with pytest.raises(OSError), locked(lock, 0.05):  # without a warning, which is an error here
+            raise AssertionError("the lock was taken")
+    assert [str(each.message) for each in warned] == [
+        f"waiting for {lock}, which another process holds, for at most 0.4 s"
+    ]
+    assert warned[0].filename == __file__
+
+
+def test_a_wait_for_a_lock_without_a_limit_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "SILENT_S", 0.1)
+    first = locked(tmp_path / "lock")
+    first.__enter__()
+    release = threading.Timer(0.5, first.__exit__, (None, None, None))
+    release.start()
+    with (
+        pytest.warns(UserWarning, match="another process holds, until it is free"),
+        locked(tmp_path / "lock"),
+    ):
+        release.join()
 
 
 def test_the_part_that_a_killed_writer_has_left_is_removed_by_the_next(tmp_path):
