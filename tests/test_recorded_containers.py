@@ -196,6 +196,133 @@ def test_a_dict_that_a_step_makes_for_two_attributes_is_one_after_a_replay() -> 
     assert net.one is net.other
 
 
+class BecomesOne(Net):
+    """Has two equal dicts, of which a step makes one, by which nothing else changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = {"n": 0.0}, {"n": 0.0}
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        self.one["n"] = 1.0
+        loss = super().train_one_batch(x, y) * (1.0 + self.other["n"])
+        self.one["n"] = 0.0
+        self.other = self.one
+        return loss
+
+
+class HandsOn(Net):
+    """Hands a list on to another attribute, and begins a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.previous: list[float] = []
+        self.current: list[float] = []
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().train_one_batch(x, y) * (1.0 + len(self.previous))
+        self.current.append(1.0)
+        self.previous, self.current = self.current, []
+        return loss
+
+
+class Swaps(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = {"weight": 1.0}, {"weight": 1.0}
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().train_one_batch(x, y) * self.front["weight"]
+        self.front, self.back = self.back, self.front
+        return loss
+
+
+class Resets(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[float] = []
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        self.log = list(self.log)
+        return super().train_one_batch(x, y)
+
+
+@pytest.mark.parametrize("kind", [BecomesOne, HandsOn, Swaps, Resets])
+def test_which_of_equal_lists_and_dicts_an_attribute_holds_counts(kind: type[Net]) -> None:
+    found: list[list[int]] = []
+    for use_graph in (False, True):
+        net = kind()
+        known: list[object] = []  # all that were ever there, in the order of their coming
+
+        def note(number: int, net: Net = net, known: list[object] = known) -> None:
+            for value in (value for value in vars(net).values() if type(value) in (list, dict)):
+                if not any(value is each for each in known):
+                    known.append(value)
+                found[-1].append([value is each for each in known].index(True))
+
+        found.append([])
+        expected = losses(compiled(net, use_graph), note)
+        if not use_graph:
+            eager = expected
+    np.testing.assert_allclose(expected, eager, rtol=1e-5)
+    assert found[0] == found[1]
+    assert any(info.num_kernels for info in net.graph_info())
+
+
+def test_a_dict_that_is_changed_between_steps_counts_where_steps_swap_two() -> None:
+    kept: dict[int, dict[str, float]] = {}
+
+    def change(net: Swaps, number: int) -> None:
+        kept.setdefault(id(net), net.front)
+        kept[id(net)]["weight"] = 1.0 if number < 4 else 2.0
+
+    assert_same(Swaps, change)
+
+
+class Meter(dict):
+    def __setitem__(self, key: str, value: float) -> None:
+        super().__setitem__(key, self.get(key, 0.0) + value)
+
+
+class Metered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = [Meter(n=1.0), 0]
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().train_one_batch(x, y) * self.state[0]["n"]
+        self.state[1] = 1 - self.state[1]
+        return loss
+
+
+def test_a_dict_whose_items_are_set_otherwise_is_not_copied() -> None:
+    expected = losses(compiled(Metered(), False))
+    net = compiled(Metered(), True)
+    np.testing.assert_allclose(losses(net), expected, rtol=1e-5)
+    assert net.state[0] == {"n": 1.0}
+
+
+class TakesOptions(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor, options: dict[str, float]) -> Tensor:
+        if not hasattr(self, "kept"):
+            self.kept = {"options": options}
+        self.kept["options"]["n"] += 1.0
+        return super().train_one_batch(x, y) * options["n"] * self.kept["options"]["n"]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_dict_of_the_arguments_that_the_model_holds_is_the_callers(is_own: bool) -> None:
+    found = []
+    for use_graph in (False, True):
+        net, options = compiled(TakesOptions(), use_graph), {"n": 1.0}
+        if is_own:
+            net.kept = {"options": options}
+        found.append([to_numpy(net(*batch(number), options)).item() for number in range(4)])
+        assert net.kept["options"] is options and options["n"] == 5.0
+    autograd.training = False
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
 # ---- parameters ----------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from ..graph.memory import address_of, root_of
 from ..graph.recorder import Recorder
 from ..layer.base import Layer
 from ..tensor import Tensor
-from ..tensor.pytree import leaves, mapped, rebuild
+from ..tensor.pytree import is_container, mapped, nodes
 
 
 class Arguments:
@@ -78,9 +78,9 @@ class Arguments:
     def give_attributes_back(self, layer: Layer, recorder: Recorder) -> None:
         """Break the graph if the step has kept an input in an attribute of a layer, and have it hold the caller's."""
         for name, value in list(vars(layer).items()):
-            if name not in layer.unrecorded_attributes and (given := self._as_given(value)) is not value:
+            if name not in layer.unrecorded_attributes and self._has_copies(value):
                 recorder.break_graph(f"it keeps an input in {type(layer).__name__}.{name}; keep its clone()")
-                vars(layer)[name] = given
+                vars(layer)[name] = self._as_given(value)
 
     def _change(self, given: Any, copy: Any) -> None:
         """Change ``given`` to hold what its copy holds."""
@@ -100,10 +100,20 @@ class Arguments:
         """Return ``value`` with what the caller gave in the place of its copies."""
         if id(value) in self._given_for:
             return self._given_for[id(value)]
-        found = leaves(value)
-        if not any(id(tensor) in self._given_for for tensor in found):
+        if not self._has_copies(value):
             return value
-        return rebuild(value, iter([self._given_for.get(id(tensor), tensor) for tensor in found]))
+        if is_container(value):
+            self._change(value, value)
+            return value
+        return mapped(value, self._as_given)
+
+    def _has_copies(self, value: Any) -> bool:
+        """Return whether ``value`` is or holds a copy of what the caller gave."""
+        return any(id(node) in self._given_for for node in nodes(value))
+
+    def is_copied(self, value: object) -> bool:
+        """Return whether the caller gave ``value``, and the step has a copy of it."""
+        return id(value) in self._copies
 
 
 def _parts_of(value: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from ..graph.memory import root_of
 from ..graph.recorder import Recorder
 from ..layer.base import Layer, is_parameter, layers_of
 from ..tensor import Tensor
-from ..tensor.pytree import containers_in, flatten, is_container, placed, rebuild
+from ..tensor.pytree import flatten, is_container, placed, rebuild
 from .arguments import aliases
 from .watched import watched
 
@@ -63,10 +63,10 @@ class Attribute:
     def __init__(self, layer: object, name: str, label: str, value: Any) -> None:
         self.layer, self.name, self.label, self.value = layer, name, label, value
         self.objects: list[object] = []
-        self.structure, self.tensors = flatten(value, self._describe, takes_results=True)
+        self.containers: list[object] = []
+        self.structure, self.tensors = flatten(value, self._describe, True, self.containers)
         self.arrays = [tensor.array for tensor in self.tensors]
         self.flags = list(map(_flags_of, self.tensors))
-        self.containers = [] if isinstance(value, Tensor) else list(containers_in(value))
 
     def _describe(self, value: object) -> Hashable:
         self.objects.append(value)
@@ -154,7 +154,7 @@ class Attributes:
         changed: dict[Hashable, tuple[Attribute, Attribute]] = {}
         for key, new in after.items():
             old = before.get(key) or Attribute(new.layer, new.name, new.label, Absent)
-            if old.is_like(new):
+            if old.is_like(new) and all(map(is_, old.containers, new.containers)):
                 if _may_change_unset(new.value) or not all(id(tensor) in states for tensor in new.tensors):
                     self._constants.append(new)
             elif (reason := _why_not_repeated(old, new, states)) is not None:

@@ -28,6 +28,7 @@ from .attributes import Attributes, pinned
 from .variables import Variables
 
 KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
+SHARED = "an argument is a list, dict or dataclass that an attribute of the model holds; pass a copy"
 IDENTITY = "an input is a Tensor that the model or a variable holds, and its code compares identities; pass x.clone()"
 
 
@@ -72,6 +73,9 @@ class Run:
         self.changes_containers = False
         if self.variables.compares_identities and not self.held.isdisjoint(map(id, given.given)):
             self.recorder.break_graph(IDENTITY, is_lasting=False)
+        elif any(given.is_copied(each) for found in before for each in found.containers):
+            self.recorder.break_graph(SHARED, is_lasting=False)
+        if self.recorder.break_reason is not None:
             self.result = model.run_train_one_batch(*arguments, **options)
             return
         self.result = self._run(model, given, arenas)
@@ -127,9 +131,11 @@ class Run:
             *_numbers(arguments),
             *(n for tensor in leaves(arguments) for n in (*tensor.shape, tensor.size())),
         }
-        states = {id(tensor) for tensor in model.get_states().values()} | self.held
-        if any(tensor.stores_grad and id(tensor) in states for tensor in leaves(self.result)):
-            self.recorder.break_graph("it returns a parameter, which a replay would copy; return its clone()")
+        states = {id(tensor) for tensor in model.get_states().values()}
+        for tensor in leaves(self.result):
+            if id(tensor) in states or (tensor.stores_grad and id(tensor) in self.held):
+                what = "a parameter" if tensor.stores_grad else "a parameter or buffer"
+                self.recorder.break_graph(f"it returns {what}, which a replay would copy; return its clone()")
         for number in _numbers(self.result):
             if number not in known:
                 self.recorder.break_graph(

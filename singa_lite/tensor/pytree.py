@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import enum
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -49,7 +50,10 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def flatten(
-    value: object, describe: Callable[[object], Hashable] | None = None, takes_results: bool = False
+    value: object,
+    describe: Callable[[object], Hashable] | None = None,
+    takes_results: bool = False,
+    containers: list[Any] | None = None,
 ) -> tuple[Hashable, list[Tensor]]:
     """Take a pytree apart.
 
@@ -60,6 +64,7 @@ def flatten(
         describe: called with any other object, or a dict or dataclass with attributes beside its items or fields,
             returns what represents it; None raises.
         takes_results: whether results of recorded steps count as leaves of the autograd graph.
+        containers: gets the lists, dicts and dataclasses that are taken apart, each before its items, unless None.
 
     Returns:
         (structure, Tensors): two pytrees with equal structures differ in the values of their Tensors alone; shapes,
@@ -69,7 +74,7 @@ def flatten(
         OpaqueLeafError: another object, without ``describe``; the text is its type's name.
     """
     found: list[Tensor] = []
-    return _walk(value, found, describe or _raise, takes_results), found
+    return _walk(value, found, describe or _raise, takes_results, containers), found
 
 
 def rebuild(value: Any, tensors: Iterator[Any]) -> Any:
@@ -102,21 +107,11 @@ def is_container(value: Any) -> bool:
     return value.__class__ is list or _form_of(value.__class__) in ("dict", "dataclass")
 
 
-def containers_in(value: Any) -> Iterator[Any]:
-    """Yield the lists, dicts and dataclasses that ``flatten`` takes apart in a pytree, each before its items."""
-    if not _is_taken_apart(value):
-        return
-    if is_container(value):
-        yield value
-    for item in _items(value):
-        yield from containers_in(item)
-
-
 def placed(value: Any, numbers: Iterator[int], containers: list[Any]) -> Any:
     """Return the pytree ``value`` in existing lists, dicts and dataclasses, whose content it replaces.
 
     Args:
-        numbers: for each that ``containers_in(value)`` yields, which of ``containers`` takes its place.
+        numbers: for each, in the order of ``flatten``, which of ``containers`` takes its place.
         containers: None stands for a new one, which is put there.
     """
     if not is_container(value):
@@ -131,7 +126,8 @@ def placed(value: Any, numbers: Iterator[int], containers: list[Any]) -> Any:
         old[:] = new
     elif isinstance(old, dict):
         old.clear()
-        old.update(new)
+        for key, item in new.items():
+            old[key] = item
     else:
         for name, item in _fields(new):
             object.__setattr__(old, name, item)  # of a frozen one, too
@@ -139,7 +135,11 @@ def placed(value: Any, numbers: Iterator[int], containers: list[Any]) -> Any:
 
 
 def _walk(
-    value: Any, found: list[Tensor], describe: Callable[[object], Hashable], takes_results: bool
+    value: Any,
+    found: list[Tensor],
+    describe: Callable[[object], Hashable],
+    takes_results: bool,
+    containers: list[Any] | None,
 ) -> Hashable:
     form = _form_of(value.__class__)
     if form == "tensor":
@@ -154,10 +154,11 @@ def _walk(
     if form == "plain" or (form == "function" and _is_free(value)):
         # of two zeros the sign, and likewise
         return type(value), (repr(value),) if not value or isinstance(value, TOLD_APART) else value
-    # as in _is_taken_apart, which would be one more call at every replay
     if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
         return describe(value)
-    walk = partial(_walk, found=found, describe=describe, takes_results=takes_results)
+    if containers is not None and (form in ("dict", "dataclass") or value.__class__ is list):
+        containers.append(value)
+    walk = partial(_walk, found=found, describe=describe, takes_results=takes_results, containers=containers)
     if form == "dict":
         return type(value), (*map(_key, value), *map(walk, value.values()))
     if form == "dataclass":
@@ -172,8 +173,8 @@ def _form_of(kind: type) -> str:
         return "tensor"
     if issubclass(kind, PLAIN) or getattr(kind, "is_static", False) is True:
         return "plain"
-    if issubclass(kind, dict):
-        return "dict"
+    if issubclass(kind, dict):  # unless setting an item is more than that
+        return "dict" if kind.__setitem__ in (dict.__setitem__, OrderedDict.__setitem__) else "object"
     if kind in (list, tuple):
         return "sequence"
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -181,13 +182,6 @@ def _form_of(kind: type) -> str:
     if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
         return "dataclass"
     return "function" if issubclass(kind, (types.FunctionType, types.BuiltinFunctionType)) else "object"
-
-
-def _is_taken_apart(value: Any) -> bool:
-    """Return whether an object is a list, tuple, dict or dataclass without attributes beside its items or fields."""
-    form = _form_of(value.__class__)
-    is_pytree = form in ("sequence", "namedtuple", "dict", "dataclass")
-    return is_pytree and (value.__class__ in BUILTIN or not _has_more(value, form))
 
 
 def _is_free(function: Any) -> bool:
