@@ -174,9 +174,8 @@ def write(network, number_of, characters, arguments, dev):
     ids = [number_of["\n"]] if "\n" in number_of else [0]
     for _ in range(arguments.write):
         seen = ids[-arguments.length :]
-        x = np.zeros(
-            (1, arguments.length), np.int32
-        )  # what follows the text does not count: attention is causal
+        # what follows the text does not count: attention is causal
+        x = np.zeros((1, arguments.length), np.int32)
         x[0, : len(seen)] = seen
         logits = tensor.to_numpy(network(tensor.from_numpy(x, dev)))[0, len(seen) - 1].astype(np.float64)
         powers = np.exp(logits - logits.max())

@@ -27,11 +27,8 @@ except ImportError:  # Windows: what a killed writer left stays
 
 PART_SUFFIX = ".singa_lite-part"
 MAX_TRIES = 100  # of a part's name, before writing fails
-TAKEN = (
-    errno.EWOULDBLOCK,
-    errno.EAGAIN,
-    errno.EACCES,
-)  # by another process; any other errno: there are no locks
+# a lock is taken by another process; any other errno: there are no locks
+TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 HASH = "sha256"  # in a sealed JSON file, beside its values
 
 Json = Any

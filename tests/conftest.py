@@ -51,9 +51,8 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # started in the background by a shell; children inherit it
+    # started in the background by a shell; children inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not is_worker(config):
         os.environ[TOKEN] = secrets.token_hex(8)  # inherited: even a grandchild without parents is found

@@ -411,10 +411,11 @@ def test_a_member_that_unpacks_to_more_than_it_says_takes_no_more_memory(saved, 
     content = bytearray(zipped({**members(saved[0]), ATTRIBUTES_FILE: bytes(1 << 25)}, zipfile.ZIP_DEFLATED))
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         start = archive.getinfo(ATTRIBUTES_FILE).header_offset
+    # in its header and the directory
     for at in (
         start + 22,
         content.rindex(ATTRIBUTES_FILE.encode()) - 46 + 24,
-    ):  # in its header and the directory
+    ):
         assert int.from_bytes(content[at : at + 4], "little") == 1 << 25
         content[at : at + 4] = (10).to_bytes(4, "little")
     (tmp_path / "net.zip").write_bytes(content)

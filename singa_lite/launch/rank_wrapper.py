@@ -142,10 +142,9 @@ class Script:
             self._pump(output, PARENT_S)
         self._note_stop_signals()  # those that have ended the script
         kill_others_of_group()
-        if code == -signal.SIGKILL and select.select([self._lost], [], [], 0)[0]:
-            code = (
-                1 if os.read(self._lost, 100) == b"late\n" else code
-            )  # it is the watchdog that has killed it
+        has_note = code == -signal.SIGKILL and select.select([self._lost], [], [], 0)[0]
+        if has_note and os.read(self._lost, 100) == b"late\n":  # it is the watchdog that has killed it
+            code = 1
         has_time = code >= 0  # a signal ends the job at once
         if has_time and select.select([self._lost], [], [], WATCHDOG_S)[0]:
             # an empty read is the end of the pipe: the watchdog has ended

@@ -257,9 +257,8 @@ class Optimizer:
         if this_thread.recorder is None:
             return
         held, names = vars(self), (*ON_HOST, *UNRECORDABLE)
-        guard(
-            (id(self), "methods"), lambda: (self.slot_names, *map(held.get, names))
-        )  # a replay makes few calls of Python
+        # map: a replay makes few calls of Python
+        guard((id(self), "methods"), lambda: (self.slot_names, *map(held.get, names)))
         for name in replaced_methods(self):
             break_graph(f"{type(self).__name__}.{name} is an attribute, whose Python a replay would not run")
 

@@ -88,9 +88,8 @@ class Change(NamedTuple):
 
     before: Attribute  # as it was before the recorded step, whose structure a replay must find
     value: Any  # what the step set it to, with any Tensors, or Absent
-    sources: list[
-        int
-    ]  # of each Tensor in it: its number among those held before a step and, after them, those made
+    # of each Tensor in it: its number among those held before a step and, after them, those made
+    sources: list[int]
     places: list[int]  # likewise of each list, dict and dataclass in it
 
     def repeat(self, tensors: list[Tensor], containers: list[Any]) -> None:

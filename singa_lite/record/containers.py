@@ -43,6 +43,7 @@ HOLDERS = (deque, partial, ref, *BOUND)  # whose content is what ``items_of`` gi
 @cache
 def states() -> dict[type, Callable[[Any], Hashable]]:
     """Return types whose values can change and hold no other objects, and what gives their state."""
+    # a function, as numpy imports np.random when it is first named, see Note [imports]
     return {
         np.ndarray: lambda value: (
             value.shape,
@@ -57,7 +58,7 @@ def states() -> dict[type, Callable[[Any], Hashable]]:
         random.SystemRandom: lambda value: object(),  # each draw is another one, so no two states are equal
         random.Random: random.Random.getstate,
         itertools.count: repr,
-    }  # a function, as numpy imports np.random when it is first named, see Note [imports]
+    }
 
 
 @cache

@@ -95,10 +95,11 @@ def test_what_backward_does_not_read_may_change():
     w, v = parameters()
     x = from_numpy(np.array([[1.0, 2.0]], np.float32))
     total = autograd.reduce_sum(autograd.relu(autograd.matmul(x, w)) + autograd.exp(v))
+    # both of x w are > 0, and in two rows
     expected = {
         "w": [[2.0, 2.0], [4.0, 4.0]],
         "v": np.exp(FIRST["v"]),
-    }  # both of x w are > 0, and in two rows
+    }
     w *= 0.0
     v *= 0.0
     for param, gradient in autograd.gradients(total).items():

@@ -79,9 +79,8 @@ def test_sigmoid_is_within_two_units_of_the_last_place_and_its_gradient_nearly(b
     assert last_places(run(backend, "sigmoid", x, out=np.zeros_like(x)), exact_sigmoid(x)).max() <= 2
     ones = np.ones_like(x)
     dx = run(backend, "sigmoid_backward", ones, x, out=np.zeros_like(x))
-    is_wide = dtype == "float16" or (
-        dtype == "float32" and type(backend) is NumpyBackend
-    )  # computed in a wider type
+    # computed in a wider type
+    is_wide = dtype == "float16" or (dtype == "float32" and type(backend) is NumpyBackend)
     assert last_places(dx, exact_gradient(x)).max() <= (0.6 if is_wide else 2.5)
 
 

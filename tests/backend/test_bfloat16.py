@@ -630,9 +630,8 @@ def test_a_lowered_step_keeps_blocks_and_fuses_as_in_float32():
     convolutions = [node.attributes["memory_formats"] for node in nodes if node.name == "conv2d"]
     assert all(block > 1 for _, block in convolutions) and names.count("reorder") <= 3
     for one, other in zip(*results, strict=True):
-        distance = np.linalg.norm(
-            wide(other) - wide(one)
-        )  # where two are all but equal, another wins the pooling
+        # where two are all but equal, another wins the pooling
+        distance = np.linalg.norm(wide(other) - wide(one))
         assert np.linalg.norm(wide(one)) > 0 and distance < 0.1 * np.linalg.norm(wide(one))
 
 

@@ -159,9 +159,8 @@ def test_product_with_a_residual_and_the_norm_of_the_sum(seed, shape, of_residua
     assert KERNELS.matmul_add_norm(*inputs, bias, residual, scale, shift, out=outs, eps=0.1)
     np.testing.assert_array_equal(total, y)
     wanted = np.empty((m, n)), np.empty(m), np.empty(m)
-    NUMPY.run(
-        "layer_norm", wide(total), wide(scale), wide(shift), out=wanted, eps=0.1
-    )  # of what backward reads
+    # of what backward reads
+    NUMPY.run("layer_norm", wide(total), wide(scale), wide(shift), out=wanted, eps=0.1)
     limit = np.abs(wanted[0] - shift) + np.abs(shift) + 1e-2
     assert_within(normal, wanted[0], limit, "norm")
     for found, statistic in zip(outs[2:], wanted[1:], strict=True):

@@ -262,9 +262,8 @@ def test_channels_come_last_where_a_convolution_is_a_product(device: Any, monkey
         [(16, 8), (16, 8), (1, 8), (16, 8), None, None, (1, 16)],
     )
     assert formats == forward + backward
-    assert (
-        sum(call.name == "reorder" for call in calls) == 5
-    )  # two for the row, three around filters of 3 x 3
+    # two for the row, three around filters of 3 x 3
+    assert sum(call.name == "reorder" for call in calls) == 5
 
 
 def no_formats(*arguments: Any, **geometry: Any) -> None:

@@ -84,9 +84,8 @@ def values_to_select(kind: str, n: int, dtype: str) -> np.ndarray:
         values[RNG.integers(0, n, n // 5 + 1)] = -0.0
         values = values.astype(dtype)
         bits = values.view(f"u{values.itemsize}")
-        bits[np.isnan(values)] ^= RNG.integers(0, 99, np.isnan(values).sum()).astype(
-            bits.dtype
-        )  # NaNs of many kinds
+        # NaNs of many kinds
+        bits[np.isnan(values)] ^= RNG.integers(0, 99, np.isnan(values).sum()).astype(bits.dtype)
     return values.astype(dtype)
 
 

@@ -92,10 +92,11 @@ def test_a_row_is_added_by_a_product_that_is_read_with_other_axes():
     [
         (array((2, 8), product.memory), array((2, 8))),  # half of it
         (array((2, 2, 8), product.memory), array((3, 2, 2, 8))),  # repeated
+        # into another order
         (
             array((2, 2, 8), product.memory),
             replace(array((2, 2, 8)), strides=(128, 32, 4)),
-        ),  # into another order
+        ),
     ],
 )
 def test_a_row_is_not_added_by_a_product_that_is_read_in_parts_or_repeated(read, total):

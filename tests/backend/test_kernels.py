@@ -565,9 +565,8 @@ def test_kernel_matches_its_definition_and_leaves_inputs_alone(
     made = compute(backend, sample.kernel, *inputs, out=out, **sample.attributes)
     for got, expected in zip(made, sample.expected, strict=True):
         scale = np.nanmax(np.abs(np.where(np.isinf(expected), 0, expected)), initial=1.0)
-        loose = (
-            1e3 if sample.kernel == "batchnorm_2d_backward" else 20
-        )  # its reference is a finite difference
+        # its reference is a finite difference
+        loose = 1e3 if sample.kernel == "batchnorm_2d_backward" else 20
         tolerance = TOLERANCE[dtype] * loose * scale if got.dtype.kind == "f" else 0
         np.testing.assert_allclose(got.astype(np.float64), expected, rtol=0, atol=tolerance)
 

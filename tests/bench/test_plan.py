@@ -129,9 +129,8 @@ def test_the_known_ends():
     n = 1 << 20
     found = flat(n, **{"sign": (0,), "int8": (0,), "randomK:0.1": (0,), "sparseTopK:0.0625": (0,)})
     assert paying_ranges(found, BYTES_ONLY, "sign") == [(2, 64)]
-    assert paying_ranges(found, BYTES_ONLY, "sparseTopK:0.0625") == [
-        (2, 27)
-    ]  # 311,296 B beside 8,388,608 / N
+    # 311,296 B beside 8,388,608 / N
+    assert paying_ranges(found, BYTES_ONLY, "sparseTopK:0.0625") == [(2, 27)]
     assert paying_ranges(found, BYTES_ONLY, "randomK:0.1") == [(2, None)]
     assert paying_ranges(flat(n, bf16=(1e9,)), BYTES_ONLY, "bf16") == []
 

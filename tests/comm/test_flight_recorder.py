@@ -92,9 +92,8 @@ def warns_into(communicator: Communicator, stream: str) -> None:
             errors.close()
         if communicator.rank == 1:
             time.sleep(1.5 * LATE_S)
-        communicator.all_reduce(np.ones(3, np.float32), "sum", name="grad").wait(
-            10 * LATE_S
-        )  # a tenth: a warning
+        # a tenth: a warning
+        communicator.all_reduce(np.ones(3, np.float32), "sum", name="grad").wait(10 * LATE_S)
         report_at_sigquit()
         for _ in range(3):
             signal.raise_signal(signal.SIGQUIT)

@@ -405,9 +405,8 @@ def test_a_forked_child_dies_of_the_signal(agreement):
     child = os.fork()
     if child == 0:
         os.write(writer, b"1")
-        for _ in range(
-            int(LIMIT_S * 100)
-        ):  # a signal just before one long sleep would be handled only after it
+        # a signal just before one long sleep would be handled only after it
+        for _ in range(int(LIMIT_S * 100)):
             time.sleep(0.01)
         os._exit(0)
     os.read(reader, 1)  # Python forgets signals that come while it makes a forked process ready

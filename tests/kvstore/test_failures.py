@@ -163,9 +163,8 @@ def inject(folder, fault):
         path.name.removeprefix("error-"): (at(path)[0] - began, at(path)[1])
         for path in folder.glob("error-*")
     }
-    with contextlib.suppress(
-        AssertionError
-    ):  # MPI's are removed by a process that outlives the launcher a little
+    # MPI's are removed by a process that outlives the launcher a little
+    with contextlib.suppress(AssertionError):
         wait_until(lambda: not shared_files(folder), "the removal of files", GRACE_S)
     return Outcome(result, errors, ended - began, shared_files(folder))
 

@@ -416,12 +416,13 @@ def test_all_variables_that_say_so_are_named(tmp_path, monkeypatch, capsys):
     [
         {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        # sbatch
         {
             "SLURM_JOB_ID": "7",
             "SLURM_NTASKS": "4",
             "SLURM_PROCID": "0",
             "SLURM_TASKS_PER_NODE": "4",
-        },  # sbatch
+        },
     ],
 )
 def test_a_launcher_runs_as_the_only_task_and_in_a_batch_script(tmp_path, variables):

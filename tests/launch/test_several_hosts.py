@@ -718,9 +718,8 @@ def test_the_srun_line_has_the_folders_and_says_what_it_lacks(tmp_path, monkeypa
         cli.main(["run", "-n", "2", "-H", "hosts", *options, "script.py"])
     error, here = capsys.readouterr().err, tmp_path / "here"
     assert "where srun starts processes (without --max-restarts, --log-dir, --env-worker): SINGA_" in error
-    assert (
-        f": SINGA_LITE_CHECKPOINT='{here}/c k' srun -n 2 " in error
-    )  # the name outside of quotes, for a shell
+    # the name outside of quotes, for a shell
+    assert f": SINGA_LITE_CHECKPOINT='{here}/c k' srun -n 2 " in error
     assert not (here / "c k").exists()
 
 

@@ -379,9 +379,8 @@ def test_print_shows_a_tree_with_counts_of_parameters(net: Net, capsys: pytest.C
     assert "  blocks.1.0: ReLU, 0 parameters" in lines
     assert lines[lines.index("  blocks.1.1: Block, 42 parameters") + 1] == "    conv: Conv2d, 38 parameters"
     assert "  temperature float32[1]: 1" in lines
-    assert not any(
-        "again" in line or "scratch" in line or "running" in line for line in lines
-    )  # shared; no parameters
+    # shared; no parameters
+    assert not any("again" in line or "scratch" in line or "running" in line for line in lines)
     counts = [int(line.rsplit(" ", 1)[1]) for line in lines if "[" in line]
     assert sum(counts) == total
 

@@ -215,9 +215,8 @@ def test_a_parameter_without_dimensions_is_updated(options: Any, dtype: str, use
     grads = np.array([5, 1, 2, 2], np.float64)  # of w, then of v
     if "clip_norm" in options:
         grads /= np.linalg.norm(grads)
-    updates = (
-        2 if "accumulate" in options else 4 - net.optimizer.num_skipped
-    )  # by a loss scale that was too large
+    # by a loss scale that was too large
+    updates = 2 if "accumulate" in options else 4 - net.optimizer.num_skipped
     assert updates >= 2
     expected = -0.25 * grads * updates
     found = np.append(to_numpy(net.w), to_numpy(net.v))

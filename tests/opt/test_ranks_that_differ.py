@@ -361,9 +361,8 @@ def cut_short(communicator: Any, dist_option: str, use_graph: bool, ranks: tuple
                 assert rate.fails
             else:
                 assert not rate.fails
-    keeps_arrays = (
-        bool(read_dist_option(dist_option).scheme.slots) and dist_option != "int8"
-    )  # int8's with ef=1
+    # int8's with ef=1
+    keeps_arrays = bool(read_dist_option(dist_option).scheme.slots) and dist_option != "int8"
     texts = [str(warning.message).partition(" keeps")[0] for warning in caught]
     assert texts == [f"DistOpt: an exception ended the update of step 3. What {dist_option}"] * keeps_arrays
 
@@ -580,9 +579,8 @@ def test_an_update_that_is_made_and_not_counted_on_one_rank_is_an_error(
 
 
 def cut_short_on_one(communicator: Any, dist_option: str, use_graph: bool) -> None:
-    if (
-        dist_option != "hierarchical"
-    ):  # whose next sum is over another communicator: only the time-out ends it
+    # whose next sum is over another communicator: only the time-out ends it
+    if dist_option != "hierarchical":
         cut_short(communicator, dist_option, use_graph, (1,))
 
 

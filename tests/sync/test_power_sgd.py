@@ -238,9 +238,8 @@ def test_the_cnn_of_mnist_sends_40_800_bytes_at_rank_4() -> None:
         for number, shape in enumerate(shapes):
             scheme.add_gradient(Tensor(shape, name=f"p{number}"), Tensor(shape))
         list(scheme.finish())
-        assert (
-            communicator.traffic.since(before).bytes_payload == expected
-        )  # of 2 ranks each sends its payload
+        # of 2 ranks each sends its payload
+        assert communicator.traffic.since(before).bytes_payload == expected
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"rank": 1.5}, {"rank": MAX_RANK + 1}, {"rate": -1.0}])

@@ -76,9 +76,8 @@ class MemoryPool:
     def __init__(self, allocator: Any = None) -> None:
         self.allocator = allocator or (lambda num_bytes: MemoryPointer(DeviceMemory(num_bytes)))
         self.free: dict[tuple[int, int, int], list[DeviceMemory]] = {}
-        self.weak = weakref.ref(
-            self
-        )  # one for all arrays: collected with an array it would say that the pool is gone
+        # one for all arrays: collected with an array it would say that the pool is gone
+        self.weak = weakref.ref(self)
 
     def malloc(self, num_bytes: int) -> MemoryPointer:
         place = cuda.current()[-1], cuda.get_current_stream().ptr, num_bytes
@@ -98,9 +97,8 @@ class MemoryPool:
         self.free.setdefault(place, []).append(memory)
 
     def free_all_blocks(self) -> None:
-        for place in tuple(
-            self.free
-        ):  # not items(): pairs are allocated, and a collection may give memory back then
+        # not items(): pairs are allocated, and a collection may give memory back then
+        for place in tuple(self.free):
             while self.free[place] and place[0] == cuda.current()[-1]:
                 self.free[place].pop()
 

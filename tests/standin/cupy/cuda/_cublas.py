@@ -68,9 +68,8 @@ def _product(transa, transb, m, n, k, wide, left, right, result, batchCount, mat
     a = _matrix(A, Atype, *((k, m) if transa else (m, k)), lda, batchCount, strideA).astype(wide)
     b = _matrix(B, Btype, *((n, k) if transb else (k, n)), ldb, batchCount, strideB).astype(wide)
     a, b = (x.swapaxes(1, 2) if flag else x for x, flag in ((a, transa), (b, transb)))
-    if (
-        C % 16
-    ):  # the real one has other kernels where it cannot load 16 bytes at once: other sums of the same numbers
+    # the real one has other kernels where it cannot load 16 bytes at once: other sums of the same numbers
+    if C % 16:
         a, b = a[:, :, ::-1], b[:, ::-1]
     half = 0 if math_mode & IN_WIDE_SUMS else k // 2  # the real one may join parts of long sums in C's type
     c[...] = (a[:, :, :half] @ b[:, :half]).astype(c.dtype) + a[:, :, half:] @ b[:, half:] + before
