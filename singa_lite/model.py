@@ -81,8 +81,8 @@ class Model(Layer):
         Raises:
             GraphError: it is no Optimizer. OptionError: a DistOpt of several ranks wraps it.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise GraphError(f"set_optimizer: expected an Optimizer, got {type(optimizer).__name__}")
+        if optimizer is None:
+            raise GraphError("set_optimizer: expected an Optimizer, got NoneType")
         self.optimizer = optimizer
 
     @property
@@ -93,6 +93,8 @@ class Model(Layer):
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
+            if not isinstance(optimizer, Optimizer):
+                raise GraphError(f"set_optimizer: expected an Optimizer, got {type(optimizer).__name__}")
             check_not_wrapped("set_optimizer", optimizer)
         self._optimizer = optimizer
         # id() of the parameters that the optimizer knows; None: it was given none

@@ -31,6 +31,7 @@ from ..tensor.core import check_tensor
 
 __all__ = ["Layer"]
 
+NAMES = {"buffers", "unrecorded_attributes"}  # of attributes, in a tuple
 Values = Mapping[str, "Tensor | np.ndarray[Any, Any]"]
 
 
@@ -74,6 +75,8 @@ class Layer:
                 f"{cls.__name__}: a Layer cannot be a list, tuple or dict too, whose entries alone would be looked at; "
                 "keep one in an attribute"
             )
+        for name in NAMES & vars(cls).keys():
+            _check_names(cls.__name__, name, vars(cls)[name])
         if "forward" in cls.__dict__:  # so that a direct call of forward() makes the parameters too
             cls.forward = _initializing(cls.__dict__["forward"])  # type: ignore[method-assign]
 
@@ -107,6 +110,10 @@ class Layer:
         return sum(tensor.size() for tensor in self.get_params().values())
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name in NAMES:
+            _check_names(repr(self), name, value)
+        if isinstance(value, Layer) or not callable(value):
+            _check_no_method(self, name, value)
         for path, entry in items(name, value):
             if isinstance(entry, Layer) and entry.name is None:
                 object.__setattr__(entry, "name", path)
@@ -320,6 +327,25 @@ def items(path: str, value: object) -> Iterator[tuple[str, object]]:
         return
     for key, entry in entries:
         yield from items(f"{path}.{key}", entry)
+
+
+def _check_names(where: str, name: str, value: object) -> None:
+    """Raise DTypeError unless ``value`` is a tuple of names of attributes."""
+    if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
+        raise DTypeError(
+            f"{where}: {name} must be a tuple of names of attributes, see Layer, not {value!r:.60}; something else "
+            "takes another name"
+        )
+
+
+def _check_no_method(layer: Layer, name: str, value: object) -> None:
+    """Raise DTypeError if a class of this package defines the method ``name``, which ``value`` would replace."""
+    owner = next((kind for kind in type(layer).__mro__ if name in vars(kind)), object)
+    if owner.__module__.startswith("singa_lite.") and isinstance(vars(owner)[name], FunctionType):
+        raise DTypeError(
+            f"{layer!r}: {name} is a method of {owner.__name__}, which the {type(value).__name__} would replace; give "
+            "the attribute another name"
+        )
 
 
 class Held(NamedTuple):

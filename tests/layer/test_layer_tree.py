@@ -12,6 +12,7 @@ from singa_lite import autograd, layer
 from singa_lite.errors import CheckpointError, DTypeError, GraphError, ShapeError
 from singa_lite.layer import BatchNorm2d, Conv2d, Layer, Linear, ReLU
 from singa_lite.layer.base import layers_of
+from singa_lite.model import Model
 from singa_lite.tensor import Tensor, to_numpy
 
 
@@ -397,3 +398,38 @@ def test_print_of_a_layer_before_its_first_call_says_when_it_has_parameters() ->
 def test_a_layer_that_is_a_list_too_is_refused_as_its_own_attributes_would_be_lost(base: type) -> None:
     with pytest.raises(DTypeError, match=r"Blocks: a Layer cannot be a list, tuple or dict too"):
         type("Blocks", (Layer, base), {})
+
+
+@pytest.mark.parametrize("value", [[], "total", ("total", 3), None])
+@pytest.mark.parametrize("name", ["buffers", "unrecorded_attributes"])
+def test_what_is_no_tuple_of_names_is_refused_where_names_of_attributes_are_read(
+    name: str, value: object
+) -> None:
+    with pytest.raises(DTypeError, match=f"{name} must be a tuple of names of attributes"):
+        setattr(Layer(), name, value)
+    with pytest.raises(DTypeError, match=f"^Own: {name} must be a tuple of names of attributes"):
+        type("Own", (Layer,), {name: value})
+    setattr(Layer(), name, ("total",))
+
+
+@pytest.mark.parametrize("value", [True, None, [], ReLU()])
+@pytest.mark.parametrize(("name", "owner"), [("get_params", "Layer"), ("train", "Model"), ("graph", "Model")])
+def test_an_attribute_with_the_name_of_a_method_of_the_package_is_refused(
+    name: str, owner: str, value: object
+) -> None:
+    class Own(Model):
+        def mine(self) -> None:
+            pass
+
+    net = Own()
+    with pytest.raises(DTypeError, match=f"^Own: {name} is a method of {owner}, which the .* would replace"):
+        setattr(net, name, value)
+    net.mine = value
+    setattr(net, name, lambda: None)
+
+
+def test_an_optimizer_that_is_none_is_refused_when_it_is_set() -> None:
+    net = Model()
+    for value in (5, [1], ReLU()):
+        with pytest.raises(GraphError, match="expected an Optimizer, got"):
+            net.optimizer = value
