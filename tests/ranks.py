@@ -9,8 +9,8 @@
     def test_mean_of_three_ranks():
         results = run_ranks(averages, 3, 10.0)
 
-The function must be at the top level of its module. shm ranks are forked from a process that has loaded that module
-already, so a start takes milliseconds (Note [helper]); mpi ranks come from mpiexec.
+The function must be at the top level of its module. Ranks are forked from a process that has loaded that module
+already, so a start takes milliseconds (Note [helper]), also where mpiexec starts them (Note [mpi]).
 Whatever happens, no process and no /dev/shm file of the run stays.
 """
 
@@ -27,6 +27,7 @@ import os
 import pickle
 import pkgutil
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -37,6 +38,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,7 +47,9 @@ from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 # how a process of ours starts: this module has one name there too
+STUB = Path(__file__).with_name("mpi_stub.py")
 START = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests import ranks; ranks.main(sys.argv[1:])"
+SOCKET = "socket"  # in the folder of a call under mpiexec
 GRACE_S = 0.5  # a hung rank has this long to write down where it hangs before it is killed
 PRELOAD = ("numpy", "pytest", "hypothesis", "singa_lite")  # loaded once in the helper, when the test has them
 FOLDERS = ("singa_lite.comm", "singa_lite.sync")  # a rank looks through their files
@@ -105,7 +109,7 @@ def run_ranks(
         elif transport == "mpi":
             complaints = _run_under_mpiexec(folder, size, timeout_s)
         else:
-            complaints = _Helper.get().run(folder, size, timeout_s)
+            complaints = _Helper.get().run(folder, size, timeout_s, transport)
         outcomes = [_outcome(folder, rank) for rank in range(size)]
     left = [path for path in Path("/dev/shm").glob(f"*{rendezvous_id}*") if _unlink(path)]
     complaints += [f"left in /dev/shm: {path.name}" for path in left]
@@ -162,7 +166,11 @@ def _mpiexec() -> str | None:
 def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
     mpiexec = _mpiexec()
     assert mpiexec, mpi_missing()
-    command = [mpiexec, "-n", str(size), sys.executable, "-c", START, "rank", str(folder)]
+    complaints = _Helper.get().run(folder, size, timeout_s, "mpi")  # from now on it listens
+    if complaints:
+        return complaints
+    stub = [sys.executable, "-I", "-S", str(STUB), str(folder / SOCKET)]
+    command = [mpiexec, "-n", str(size), *stub, sys.executable, "-c", START, "rank", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as ranks of the helper
     with (folder / "mpiexec").open("w") as log:
         job = subprocess.Popen(
@@ -197,6 +205,11 @@ def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
 # Note [helper]: the helper process has numpy, pytest, hypothesis and singa_lite loaded. For each file of tests it forks
 # a process that loads the modules of the functions too, and all ranks of that file are forked from there: loading takes
 # 30 ms, and a rank would do it each time. No module that one file has loaded is there in ranks of another.
+#
+# Note [mpi]: mpiexec starts programs, and a rank that loads numpy, pytest and hypothesis takes half a second of a core.
+# So it starts mpi_stub.py, which hands its environment, its output and the socket by which a rank of MPICH knows its
+# place over to a server, forked for the call from the process of the test's file; the server forks a rank for each. A
+# stub ends as its rank does, and a rank is killed when its stub is gone, as this is how mpiexec ends jobs.
 
 
 class _Helper:
@@ -218,10 +231,11 @@ class _Helper:
             cls._only = cls()
         return cls._only
 
-    def run(self, folder: Path, size: int, timeout_s: float) -> list[str]:
+    def run(self, folder: Path, size: int, timeout_s: float, transport: str) -> list[str]:
         assert self.process.stdin and self.process.stdout
         loaded = [name for name in PRELOAD if name in sys.modules]
-        request = {"folder": str(folder), "size": size, "timeout_s": timeout_s, "preload": loaded}
+        request = {"folder": str(folder), "size": size, "timeout_s": timeout_s, "transport": transport}
+        request |= {"preload": loaded}
         request |= {"path": sys.path, "env": dict(os.environ)}
         request["file"] = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -305,6 +319,8 @@ def _serve_file(connection: socket.socket) -> None:
         gc.freeze()  # ranks need not look at what is loaded here, which would copy its pages
         if len(os.listdir("/proc/self/task")) > 1:
             complaints = ["a module started a thread while it was imported: ranks cannot be forked beside it"]
+        elif request["transport"] == "mpi":
+            complaints = _start_server(Path(request["folder"]))
         else:
             complaints = _fork_ranks(Path(request["folder"]), request)
         lines.write(json.dumps(complaints) + "\n")
@@ -332,7 +348,7 @@ def _fork_ranks(folder: Path, request: dict[str, Any]) -> list[str]:
     for rank in range(request["size"]):
         pid = os.fork()
         if pid == 0:
-            _forked(folder, rank, request["env"])
+            _forked(partial(_shm_rank, folder, rank), request["env"])
         running[pid] = rank
     everyone = dict(running)
     _collect(folder, running, time.monotonic() + request["timeout_s"])
@@ -367,15 +383,66 @@ def _collect(folder: Path, running: dict[int, int], deadline: float) -> None:
                 note.write_text(f"ended with {os.waitstatus_to_exitcode(status)}")
 
 
-def _forked(folder: Path, rank: int, environment: dict[str, str]) -> None:
+def _start_server(folder: Path) -> list[str]:
+    """Fork a process that forks a rank for each stub that mpiexec starts."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / SOCKET))
+    listener.listen(100)
+    if os.fork() == 0:
+        try:
+            _serve_stubs(folder, listener)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    listener.close()
+    return []
+
+
+def _serve_stubs(folder: Path, listener: socket.socket) -> None:
+    """Fork ranks, report their ends, and kill those whose stubs are gone, until the call is over."""
+    stubs: dict[int, socket.socket] = {}  # by the rank's process
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while stubs or folder.exists():
+        ready = [descriptor for descriptor, _ in poll.poll(10)]
+        if listener.fileno() in ready:
+            stub, _ = listener.accept()
+            if (pid := os.fork()) == 0:
+                _forked(partial(_mpi_rank, folder), _take_over(stub))
+            stubs[pid] = stub
+            poll.register(stub, 0)  # its end alone
+        for pid, stub in stubs.items():
+            if stub.fileno() in ready:
+                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it may not lead a process group yet
+                    os.killpg(pid, signal.SIGKILL)
+        while stubs and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            stub = stubs.pop(ended[0])
+            with contextlib.suppress(OSError), stub:
+                poll.unregister(stub)
+                stub.sendall(str(os.waitstatus_to_exitcode(ended[1])).encode())
+
+
+def _take_over(stub: socket.socket) -> dict[str, str]:
+    """Take a stub's output and its socket to mpiexec; return its environment."""
+    size, descriptors, _, _ = socket.recv_fds(stub, 8, 3)
+    output, errors, pmi = descriptors
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    with stub.makefile("rb") as lines:
+        environ = json.loads(lines.read(int.from_bytes(size, "little")))
+    return {**environ, "PMI_FD": str(pmi)}
+
+
+def _forked(life: Callable[[], int], environment: dict[str, str]) -> None:
     """The life of a forked rank; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
         os.environ.clear()
         os.environ.update(environment)
-        _redirect(folder, rank)
-        code = _rank_main(folder, rank)
+        code = life()
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
@@ -385,6 +452,11 @@ def _forked(folder: Path, rank: int, environment: dict[str, str]) -> None:
 
 
 # ---- in a rank ---------------------------------------------------------------------------------------
+
+
+def _shm_rank(folder: Path, rank: int) -> int:
+    _redirect(folder, rank)
+    return _rank_main(folder, rank)
 
 
 def _redirect(folder: Path, rank: int) -> None:
@@ -492,8 +564,8 @@ def _write_result(folder: Path, rank: int, error: BaseException | None, value: A
     part.rename(folder / f"result-{rank}")
 
 
-def _mpi_rank(folder: Path) -> None:
-    """A rank started by mpiexec: its result must be on disk before any rank may end the job."""
+def _mpi_rank(folder: Path) -> int:
+    """A rank under mpiexec: its result must be on disk before any rank may end the job."""
     from mpi4py import MPI
 
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
@@ -515,6 +587,7 @@ def _mpi_rank(folder: Path) -> None:
             Path(path).unlink(missing_ok=True)
         os._exit(code or 1)  # MPI's own finalisation, which removes them, would wait for ranks that are gone
     MPI.Finalize()
+    return code
 
 
 def main(arguments: Sequence[str]) -> None:
