@@ -43,11 +43,11 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """B's mean by A's; None where one is missing or A's is 0 and B's not."""
+        """B's mean by A's; None where one is missing, or A's is 0 or, as a loss may be, below, and B's another."""
         if self.before is None or self.after is None:
             return None
-        if self.before.mean == 0:
-            return 1.0 if self.after.mean == 0 else None
+        if self.before.mean <= 0:
+            return 1.0 if self.after.mean == self.before.mean else None
         return self.after.mean / self.before.mean
 
     def is_worse(self, tolerance: float) -> bool:

@@ -149,10 +149,11 @@ def test_the_spread_of_errors_is_that_of_the_accuracies(accuracies, code, tmp_pa
         (0.0, 1.0, None, True),
         (math.nan, math.nan, math.nan, False),
         (1.0, 1.2, 1.2, False),
-        (-1.0, -0.9, 0.9, False),
-        (-1.0, -0.7, 0.7, True),
-        (-1.0, 0.1, -0.1, True),
-        (-1.0, -1.5, 1.5, False),
+        (-1.0, -0.9, None, False),
+        (-1.0, -0.7, None, True),
+        (-1.0, 0.1, None, True),
+        (-1.0, -1.5, None, False),
+        (-1.0, -1.0, 1.0, False),
     ],
 )
 def test_zeros_negative_and_no_numbers_are_judged_too(before, after, ratio, is_worse):
