@@ -16,6 +16,7 @@ from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
 
 _KINDS = ({int}, {str})  # of keys
+LARGEST_KEY = 2**63 - 1  # of ints
 MOST_FOUND = 1000  # lists of keys that are remembered
 
 
@@ -43,12 +44,7 @@ class Arguments:
         if not given:
             raise OptionError(f"{self._name}: {where}: give at least one key")
         kinds = {str if isinstance(one, str) else int for one in [*given, *list(self.specs)[:1]]}
-        keys: list[Key] = [
-            check_text(f"{self._name}: {where}", "key", one)
-            if isinstance(one, str)
-            else check_int(f"{self._name}: {where}", "key", one, 0)
-            for one in given
-        ]
+        keys = [_checked_key(f"{self._name}: {where}", one) for one in given]
         if len(kinds) > 1:
             raise OptionError(f"{self._name}: {where}: keys are ints or texts, not both: {keys}")
         if len(set(keys)) < len(keys):
@@ -175,6 +171,16 @@ class Arguments:
         factor = check_number(f"{self._name}: {where}", "scale", scale, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         is_mean = check_bool(f"{self._name}: {where}", "mean", mean)
         return PushOptions(factor, is_mean, check_bool(f"{self._name}: {where}", "allow_none", allow_none))
+
+
+def _checked_key(where: str, key: Any) -> Key:
+    """Return a key as an int or a text; OptionError for what is neither, or an int above LARGEST_KEY."""
+    if isinstance(key, str):
+        return check_text(where, "key", key)
+    number = check_int(where, "key", key, 0)
+    if number > LARGEST_KEY:
+        raise OptionError(f"{where}: a key is an int of at most {LARGEST_KEY}")
+    return number
 
 
 def _listed(given: Any) -> list[Any]:

@@ -1173,6 +1173,7 @@ OPTION_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "one Tensor": (lambda: gluon.Trainer(parameter([1.0]), "sgd"), "params must be"),
     "numbers as names": (lambda: gluon.Trainer({1: parameter([1.0])}, "sgd"), "params must be"),
     "a list of arrays": (lambda: gluon.Trainer([np.ones(2)], "sgd"), "params must be"),
+    "an empty name": (lambda: gluon.Trainer({"": parameter([1.0])}, "sgd"), "a name in params is empty"),
     "an unknown optimizer": (lambda: gluon.Trainer(two(), "sdg"), "no Optimizer is called 'sdg'"),
     "a class": (lambda: gluon.Trainer(two(), opt.SGD), "must be a name or an opt.Optimizer"),
     "no optimizer": (lambda: gluon.Trainer(two(), None), "must be a name or an opt.Optimizer"),
@@ -1212,6 +1213,10 @@ OPTION_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         f"batch size {size!r}": (lambda size=size: gluon.Trainer(two(), "sgd").step(size), "batch_size")
         for size in (0, -1, True, "64", None, float("nan"), float("inf"), 1e-300)
     },
+    "a batch size too long for a text": (
+        lambda: gluon.Trainer(two(), "sgd").step(10**5000),
+        "an int of 16610 bits must be a number",
+    ),
     **{
         f"learning rate {lr!r}": (lambda lr=lr: gluon.Trainer(two(), "sgd").set_learning_rate(lr), "lr")
         for lr in (-1, True, "0.1", None, float("nan"), float("inf"))

@@ -354,3 +354,13 @@ def test_lists_of_keys_are_not_remembered_for_ever(store):
     finally:
         tracemalloc.stop()
     assert held[0] > 100_000 and held[2] < 1.5 * held[0]
+
+
+def test_a_key_that_is_too_large_is_an_option_error(store):
+    for key in (2**63, 10**5000):  # the second is too long for a text
+        with pytest.raises(OptionError, match="an int of at most 9223372036854775807"):
+            store.init(key, np.zeros(2, F32))
+    with pytest.raises(OptionError, match="key = an int of 16610 bits must be an int >= 0"):
+        store.init(-(10**5000), np.zeros(2, F32))
+    store.init(2**63 - 1, np.ones(2, F32))
+    assert (pulled(store, 2**63 - 1, 2) == 1).all()
