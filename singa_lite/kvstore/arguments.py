@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from ..comm.base import DTYPES
 from ..device import get_default_device
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_int, check_number, check_text
+from ..graph.memory import address_of
 from ..sync.arrays import GivenArray, add_up
 from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
@@ -117,7 +119,31 @@ class Arguments:
                 self._check_like(where, spec, array)
                 outs.append(GivenArray.of(f"{self._name}: {where}: out of key {spec.key!r}", array).tensor)
             pulls.append(Pull(spec, outs))
+        if len(pulls) > 1:
+            self._check_apart(where, pulls)
         return pulls
+
+    def _check_apart(self, where: str, pulls: list[Pull]) -> None:
+        """Raise ShapeError if the arrays that two keys are pulled into overlap: one would be lost."""
+        arrays = [out.array for pull in pulls for out in pull.outs]
+        # quick, and true of most: distinct arrays, none of which is a view
+        if len(set(map(id, arrays))) == len(arrays) and all(array.base is None for array in arrays):
+            return
+        spans = sorted(
+            {
+                (address_of(out.array), out.array.nbytes, pull.spec.number)
+                for pull in pulls
+                for out in pull.outs
+                if pull.spec.size
+            }
+        )
+        for (start, num_bytes, number), (later, _, other) in pairwise(spans):
+            if start + num_bytes > later:
+                keys = [pull.spec.key for pull in pulls if pull.spec.number in (number, other)]
+                raise ShapeError(
+                    f"{self._name}: {where}: arrays of out overlap in memory, of {' and '.join(map(repr, keys))}; "
+                    "give each key an array of its own"
+                )
 
     def _check_like(self, where: str, spec: Spec, array: Any) -> None:
         """Raise unless an array has the shape and dtype of its key."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, kvstore, layer, model, opt
-from singa_lite.errors import CheckpointError, OptionError
+from singa_lite.errors import CheckpointError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.kvstore.rig import Rate
 
@@ -364,3 +364,20 @@ def test_a_key_that_is_too_large_is_an_option_error(store):
         store.init(-(10**5000), np.zeros(2, F32))
     store.init(2**63 - 1, np.ones(2, F32))
     assert (pulled(store, 2**63 - 1, 2) == 1).all()
+
+
+def test_arrays_that_keys_are_pulled_into_do_not_overlap(store):
+    store.init(["a", "b", "none"], [np.ones(4, F32), np.full(4, 2, F32), np.zeros(0, F32)])
+    whole = np.full(8, 99, F32)
+    for first, second in ((whole[:4], whole[:4]), (whole[:4], whole[3:7])):
+        with pytest.raises(ShapeError, match="overlap in memory, of 'a' and 'b'"):
+            store.pull(["a", "b"], [first, second])
+        with pytest.raises(ShapeError, match="overlap"):
+            store.pushpull(["a", "b"], [np.ones(4, F32)] * 2, out=[first, second])
+    same = Tensor(data=np.zeros(4, F32))
+    with pytest.raises(ShapeError, match="overlap"):
+        store.pull(["a", "b"], [same, same])
+    assert (whole == 99).all()
+    empty = np.zeros(0, F32)
+    store.pull(["a", "none", "b"], [[whole[:4], whole[:4]], empty, whole[4:]])
+    assert whole.tolist() == [1] * 4 + [2] * 4
