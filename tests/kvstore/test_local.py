@@ -381,3 +381,39 @@ def test_arrays_that_keys_are_pulled_into_do_not_overlap(store):
     empty = np.zeros(0, F32)
     store.pull(["a", "none", "b"], [[whole[:4], whole[:4]], empty, whole[4:]])
     assert whole.tolist() == [1] * 4 + [2] * 4
+
+
+class Remaining(opt.Optimizer):
+    """w -= lr * (gradients so far), which it keeps in a state that is called as what compression has lost."""
+
+    slot_names = ("residual",)
+
+    def __init__(self, lr=0.5):
+        super().__init__(lr)
+
+    def update_all(self, pairs):
+        for value, grad in pairs:
+            so_far = self.slots(value)["residual"]
+            so_far += grad
+            value -= so_far * self.lr_value
+
+
+@pytest.mark.parametrize("compresses", [False, True])
+def test_a_state_that_is_called_residual_is_saved(tmp_path, compresses):
+    def started():
+        store = kvstore.create("device")
+        if compresses:
+            store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        store.init("w", np.zeros(3, F32))
+        store.set_optimizer(Remaining())
+        return store
+
+    def pushed(store):
+        store.push("w", F32([0.75, 1.0, 1.25]))
+        return pulled(store, "w", 3)
+
+    first, second = started(), started()
+    before = pushed(first)
+    first.save_optimizer_states(tmp_path / "states")
+    second.load_optimizer_states(tmp_path / "states")
+    assert (pushed(second) == pushed(first) - before).all()
