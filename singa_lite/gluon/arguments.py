@@ -46,6 +46,8 @@ def parameters_by_name(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[
         raise OptionError("Trainer: there are no parameters; call model.compile() or a forward pass before")
     found: dict[int, tuple[str, Tensor]] = {}
     for name, param in pairs:
+        if not name:
+            raise OptionError("Trainer: a name in params is empty; states are saved by it, so give one")
         check_parameter(f"Trainer: {name}", param)
         found.setdefault(id(param), (name, param))
     return dict(found.values())

@@ -12,8 +12,8 @@ states (saved_states.py), computing gradients (autograd/), updates (opt/).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import kvstore as stores
 from ..dtypes import LARGEST_FLOAT32
-from ..errors import GraphError, OptionError, check_bool, check_choice, check_number
+from ..errors import GraphError, OptionError, SingaLiteError, check_bool, check_choice, check_number
 from ..graph.clock import drop_step, lap
 from ..graph.recorder import break_graph
 from ..kvstore.base import KVStoreBase
@@ -215,9 +215,10 @@ class Trainer:
                 mine |= {UNSUMMED.format(name): _fast_hash_of(self._grad(name)) for name in names}
             self._kvstore.agree("update", mine)
         with self._aborting("update"):
-            for name in names:
-                grad = self._grad(name)
-                grad *= 1 / size
+            with self._using_up_grads():
+                for name in names:
+                    grad = self._grad(name)
+                    grad *= 1 / size
             self._update(names)
             self._finish()
 
@@ -306,14 +307,15 @@ class Trainer:
                 self._pushpull(names, stale, [self._params[name].grad for name in names], scale, ignores)
             return names
         grads = [self._grad(name) for name in names]
-        for name, grad in zip(names, grads, strict=True):
-            if name in stale:
-                grad.set_value(0)
-            grad *= scale
-        if self._store is not None and names:
-            self._store.pushpull(names, grads, out=grads)
-            for grad in grads if self.reduction == "mean" else ():
-                grad /= self._store.num_workers
+        with self._using_up_grads():
+            for name, grad in zip(names, grads, strict=True):
+                if name in stale:
+                    grad.set_value(0)
+                grad *= scale
+            if self._store is not None and names:
+                self._store.pushpull(names, grads, out=grads)
+                for grad in grads if self.reduction == "mean" else ():
+                    grad /= self._store.num_workers
         return names
 
     def _pushpull(
@@ -342,13 +344,40 @@ class Trainer:
 
     def _update(self, names: list[str]) -> None:
         store = self._kvstore
-        with nullcontext() if store is None else store.applying("Trainer: update"):
+        applying = nullcontext() if store is None else store.applying("Trainer: update")
+        with self._using_up_grads(), applying:
             self._optimizer.update_pairs([(self._params[name], self._grad(name)) for name in names])
             self._optimizer.step()
 
-    def _aborting(self, where: str) -> AbstractContextManager[None]:
-        """Inside, an exception aborts the store: other workers may have made the step, this one has not."""
-        return nullcontext() if self._kvstore is None else self._kvstore.aborting(f"Trainer: {where}")
+    @contextmanager
+    def _aborting(self, where: str) -> Iterator[None]:
+        """Inside, an exception aborts the store: other workers may have made the step, this one has not.
+
+        One that no check of ours raises makes the gradients stale, as sums may be in some of them.
+        """
+        store = self._kvstore
+        with nullcontext() if store is None else store.aborting(f"Trainer: {where}"):
+            try:
+                yield
+            except SingaLiteError:
+                raise
+            except BaseException:
+                self._make_stale()
+                raise
+
+    @contextmanager
+    def _using_up_grads(self) -> Iterator[None]:
+        """Inside, any exception makes the gradients stale: another step would scale, sum or apply them again."""
+        try:
+            yield
+        except BaseException:
+            self._make_stale()
+            raise
+
+    def _make_stale(self) -> None:
+        """Mark all gradients as used: the next backward replaces them."""
+        for param in self._params.values():
+            param.mark_grad_stale()
 
     def _stale(self, where: str, ignores: bool) -> set[str]:
         """Return the names of stale gradients; GraphError if there are some and they are not to be ignored."""
@@ -367,8 +396,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Make the gradients stale, and note the step and what has moved."""
-        for param in self._params.values():
-            param.mark_grad_stale()
+        self._make_stale()
         self._shared.note_step()
         if self._kvstore is not None:
             self._last = self._kvstore.traffic.since(self._before)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from ..comm.base import DTYPES
 from ..device import get_default_device
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_int, check_number, check_text
+from ..graph.memory import address_of
 from ..sync.arrays import GivenArray, add_up
 from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
 
 _KINDS = ({int}, {str})  # of keys
+LARGEST_KEY = 2**63 - 1  # of ints
 MOST_FOUND = 1000  # lists of keys that are remembered
 
 
@@ -43,12 +46,7 @@ class Arguments:
         if not given:
             raise OptionError(f"{self._name}: {where}: give at least one key")
         kinds = {str if isinstance(one, str) else int for one in [*given, *list(self.specs)[:1]]}
-        keys: list[Key] = [
-            check_text(f"{self._name}: {where}", "key", one)
-            if isinstance(one, str)
-            else check_int(f"{self._name}: {where}", "key", one, 0)
-            for one in given
-        ]
+        keys = [_checked_key(f"{self._name}: {where}", one) for one in given]
         if len(kinds) > 1:
             raise OptionError(f"{self._name}: {where}: keys are ints or texts, not both: {keys}")
         if len(set(keys)) < len(keys):
@@ -121,7 +119,31 @@ class Arguments:
                 self._check_like(where, spec, array)
                 outs.append(GivenArray.of(f"{self._name}: {where}: out of key {spec.key!r}", array).tensor)
             pulls.append(Pull(spec, outs))
+        if len(pulls) > 1:
+            self._check_apart(where, pulls)
         return pulls
+
+    def _check_apart(self, where: str, pulls: list[Pull]) -> None:
+        """Raise ShapeError if the arrays that two keys are pulled into overlap: one would be lost."""
+        arrays = [out.array for pull in pulls for out in pull.outs]
+        # quick, and true of most: distinct arrays, none of which is a view
+        if len(set(map(id, arrays))) == len(arrays) and all(array.base is None for array in arrays):
+            return
+        spans = sorted(
+            {
+                (address_of(out.array), out.array.nbytes, pull.spec.number)
+                for pull in pulls
+                for out in pull.outs
+                if pull.spec.size
+            }
+        )
+        for (start, num_bytes, number), (later, _, other) in pairwise(spans):
+            if start + num_bytes > later:
+                keys = [pull.spec.key for pull in pulls if pull.spec.number in (number, other)]
+                raise ShapeError(
+                    f"{self._name}: {where}: arrays of out overlap in memory, of {' and '.join(map(repr, keys))}; "
+                    "give each key an array of its own"
+                )
 
     def _check_like(self, where: str, spec: Spec, array: Any) -> None:
         """Raise unless an array has the shape and dtype of its key."""
@@ -175,6 +197,16 @@ class Arguments:
         factor = check_number(f"{self._name}: {where}", "scale", scale, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         is_mean = check_bool(f"{self._name}: {where}", "mean", mean)
         return PushOptions(factor, is_mean, check_bool(f"{self._name}: {where}", "allow_none", allow_none))
+
+
+def _checked_key(where: str, key: Any) -> Key:
+    """Return a key as an int or a text; OptionError for what is neither, or an int above LARGEST_KEY."""
+    if isinstance(key, str):
+        return check_text(where, "key", key)
+    number = check_int(where, "key", key, 0)
+    if number > LARGEST_KEY:
+        raise OptionError(f"{where}: a key is an int of at most {LARGEST_KEY}")
+    return number
 
 
 def _listed(given: Any) -> list[Any]:

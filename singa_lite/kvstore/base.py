@@ -16,16 +16,17 @@ class KVStoreBase(ABC):
     """Base of the stores that a ``gluon.Trainer`` can use. A subclass with ``names`` is found by ``kvstore.create``.
 
     Attributes:
-        names: what ``create`` calls it; it is made without arguments.
+        names: what ``create`` calls it, one text or several; it is made without arguments.
     """
 
-    names: ClassVar[tuple[str, ...]] = ()
+    names: ClassVar[str | tuple[str, ...]] = ()
     _can_update: ClassVar[bool] = False
 
     @property
     def type(self) -> str:
         """The name it was created by."""
-        return self.names[0] if self.names else type(self).__name__.lower()
+        names = [self.names] if isinstance(self.names, str) else self.names
+        return names[0] if names else type(self).__name__.lower()
 
     @property
     def rank(self) -> int:

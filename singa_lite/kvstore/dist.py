@@ -425,17 +425,20 @@ class DistStore(KVStore):
             del self._requests[number]
 
     def _what_servers_wait_for(self, request: Request) -> str:
-        """Return which workers' pushes a request that is late needs, as the servers say; "" if they say nothing."""
+        """Return which workers' pushes a request that is late needs, as the servers say, and which say nothing."""
         servers = request.waits_for
         try:
             asked = self._send(
                 "explain", "explain", dict.fromkeys(servers, request.number), {}, dict.fromkeys(servers)
             )
-            while asked.waits_for:
-                self._handle(asked, self._messenger.receive(EXPLAIN_S))
         except CommError:
             return ""
-        return "".join(f"; {asked.answers[server][0]}" for server in servers if asked.answers[server][0])
+        with suppress(CommError):
+            while asked.waits_for:
+                self._handle(asked, self._messenger.receive(EXPLAIN_S))
+        texts = [asked.answers[server][0] for server in servers if server in asked.answers]
+        texts += [f"server {server} says nothing" for server in asked.waits_for if server not in self._gone]
+        return "".join(f"; {text}" for text in texts if text)
 
 
 def on_host(value: Tensor) -> Array:

@@ -6,7 +6,8 @@ states from servers (dist.py). Worker 0 alone has the file; what gathers, scatte
 
 Note [states file]: a checkpoint file whose arrays are ``<number of key>:<state>``, ``<number of key>:residual`` of
 shape (workers, elements), and ``store``, JSON as bytes: keys with shapes and dtypes, number of workers, compression,
-the optimizer's class, and the optimizer where it was dumped.
+the optimizer's class, and the optimizer where it was dumped. An optimizer's own state "residual" is called
+``<number of key>::residual``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .residuals import Array, Residuals
 from .stored import Arrays, StoredArray
 
 HEAD = "store"
-RESIDUAL = "residual"
+RESIDUAL = "residual"  # what compression has lost
+OWN_RESIDUAL = f":{RESIDUAL}"  # a state that an optimizer calls so
 
 
 def describe_store(specs: Iterable[Spec], num_workers: int) -> dict[str, Any]:
@@ -42,7 +44,9 @@ def write_states(
 ) -> None:
     """Write the file; CheckpointError if that is not possible."""
     arrays = {
-        f"{spec.number}:{name}": array for spec in specs for name, array in states.get(spec.key, {}).items()
+        f"{spec.number}:{OWN_RESIDUAL if name == RESIDUAL else name}": array
+        for spec in specs
+        for name, array in states.get(spec.key, {}).items()
     }
     text = np.frombuffer(json.dumps(head).encode(), np.uint8)
     write_checkpoint(path, Checkpoint({}, optimizer={HEAD: text, **arrays, **residuals}))
@@ -61,7 +65,7 @@ def read_states(
     for name, mine in store.items():
         if found[name] != mine:
             raise CheckpointError(f"{path} is of another store: its {name} are {found[name]}, here {mine}")
-    residuals = {name: arrays.pop(name) for name in [*arrays] if name.endswith(f":{RESIDUAL}")}
+    residuals = {name: arrays.pop(name) for name in [*arrays] if name.partition(":")[2] == RESIDUAL}
     for name, array in residuals.items():
         if array.dtype != np.float32 or not np.isfinite(array).all():
             raise CheckpointError(
@@ -76,7 +80,7 @@ def read_states(
         number, _, state = name.partition(":")
         if number not in keys:
             raise CheckpointError(f"{path} has a state {name!r} of no key")
-        states[keys[number]][state] = array
+        states[keys[number]][RESIDUAL if state == OWN_RESIDUAL else state] = array
     return head, states, residuals
 
 

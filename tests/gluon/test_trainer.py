@@ -1173,6 +1173,7 @@ OPTION_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "one Tensor": (lambda: gluon.Trainer(parameter([1.0]), "sgd"), "params must be"),
     "numbers as names": (lambda: gluon.Trainer({1: parameter([1.0])}, "sgd"), "params must be"),
     "a list of arrays": (lambda: gluon.Trainer([np.ones(2)], "sgd"), "params must be"),
+    "an empty name": (lambda: gluon.Trainer({"": parameter([1.0])}, "sgd"), "a name in params is empty"),
     "an unknown optimizer": (lambda: gluon.Trainer(two(), "sdg"), "no Optimizer is called 'sdg'"),
     "a class": (lambda: gluon.Trainer(two(), opt.SGD), "must be a name or an opt.Optimizer"),
     "no optimizer": (lambda: gluon.Trainer(two(), None), "must be a name or an opt.Optimizer"),
@@ -1212,6 +1213,10 @@ OPTION_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         f"batch size {size!r}": (lambda size=size: gluon.Trainer(two(), "sgd").step(size), "batch_size")
         for size in (0, -1, True, "64", None, float("nan"), float("inf"), 1e-300)
     },
+    "a batch size too long for a text": (
+        lambda: gluon.Trainer(two(), "sgd").step(10**5000),
+        "an int of 16610 bits must be a number",
+    ),
     **{
         f"learning rate {lr!r}": (lambda lr=lr: gluon.Trainer(two(), "sgd").set_learning_rate(lr), "lr")
         for lr in (-1, True, "0.1", None, float("nan"), float("inf"))
@@ -1395,6 +1400,67 @@ def test_equal_optimizers_are_still_two() -> None:
         backward(dict.fromkeys(params.values(), 1))
         trainer.step(1)
         assert all_equal(params, 0.5)
+
+
+class FailsOnce(opt.Optimizer):
+    """w -= lr * g, but for the second parameter ever: that is an exception."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self._num_calls = 0
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        self._num_calls += 1
+        if self._num_calls == 2:
+            raise ArithmeticError("the second")
+        param_value -= param_grad * 0.5
+
+
+@pytest.mark.parametrize("store", [None, "local", "device", ReplicaStore("dist", LocalCommunicator(World()))])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_of_a_step_that_failed_are_not_used_again(
+    store: str | KVStoreBase | None, by_hand: bool
+) -> None:
+    params = two(0.0)
+    trainer = gluon.Trainer(params, FailsOnce(), kvstore=store, update_on_kvstore=False)
+    step = trainer.update if by_hand else trainer.step
+    backward(dict.fromkeys(params.values(), 4))
+    with pytest.raises(ArithmeticError, match="the second"):
+        step(4)
+    # they are divided by the batch size, and one parameter has been updated
+    assert "no backward has computed the gradient of large, small" in caught(step, GraphError, 4)
+    before = values(params)
+    backward(dict.fromkeys(params.values(), 4))
+    step(4)
+    after = values(params)
+    assert all(np.array_equal(np.asarray(after[name]), np.asarray(before[name]) - 0.5) for name in params)
+
+
+def test_gradients_of_a_step_that_was_interrupted_are_not_added_to() -> None:
+    params = two(0.0)
+    trainer = gluon.Trainer(params, "sgd", {"learning_rate": 1}, kvstore="device")
+    backward(dict.fromkeys(params.values(), 4))
+    finish, trainer._finish = trainer._finish, interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(4)
+    trainer._finish = finish  # type: ignore[method-assign]
+    backward(dict.fromkeys(params.values(), 8))
+    gradients = [to_numpy(param.grad) for param in params.values() if param.grad is not None]
+    assert len(gradients) == 2 and all((gradient == 8).all() for gradient in gradients)
+
+
+def test_a_step_that_a_check_refused_can_be_made_again() -> None:
+    params = {"w": parameter([1.0])}
+    trainer = gluon.Trainer(
+        params, "sgd", {"learning_rate": 1}, kvstore="device", compression_params={"type": "2bit"}
+    )
+    backward({params["w"]: float("nan")})
+    assert "not all finite" in caught(trainer.step, OptionError, 1)
+    grad = params["w"].grad
+    assert grad is not None
+    grad.set_value(0.5)
+    trainer.step(1)
+    assert values(params) == {"w": [0.5]}
 
 
 def test_states_that_a_store_has_saved_are_refused(tmp_path: Path) -> None:

@@ -135,6 +135,22 @@ def test_a_store_of_the_script_is_found_by_its_names():
             store.is_capable("sparse")
 
 
+def test_a_text_is_one_name_of_a_store_of_the_script():
+    class NamedStore(kvstore.KVStoreBase):
+        names = "named"
+
+        def broadcast(self, key, value, out, priority=0):
+            out[...] = value
+
+        def pushpull(self, key, value, out=None, priority=0):
+            (value if out is None else out)[...] = value
+
+    store = kvstore.create("named")
+    assert isinstance(store, NamedStore) and store.type == "named"
+    with pytest.raises(OptionError, match="'n' is not known"):
+        kvstore.create("n")
+
+
 def test_a_forked_child_does_not_use_its_parents_store():
     script = """
 import os, sys

@@ -371,3 +371,27 @@ def test_a_script_that_catches_its_errors_still_learns_who_died(tmp_path):
     assert "Traceback" not in result.stderr, result.stderr  # what it has caught is not said again
     text = (tmp_path / "caught-worker-0").read_text()
     assert "server 0: worker 1 (process " in text and ") died" in text, text
+
+
+STOPPED = """
+note(f"pid-{name}", os.getpid())
+store = kvstore.create("dist", timeout_s=3, big_array=100)
+values = np.zeros(1000, np.float32)  # a part on each server
+store.init("a", values)
+_, other = (folder / "pid-server-1").read_text().split()
+os.kill(int(other), signal.SIGSTOP)
+try:
+    store.pushpull("a", values, values)
+except CommError as error:
+    note(f"caught-{name}", error)
+os.kill(int(other), signal.SIGCONT)
+sys.exit(1)
+"""
+
+
+def test_of_several_servers_the_one_that_is_stopped_is_named(tmp_path):
+    script = write_script(tmp_path, HEAD + STOPPED)
+    result = run_command(launch_command(script, 1, options=["-s", "2"]))
+    assert result.returncode != 0
+    text = (tmp_path / "caught-worker-0").read_text()
+    assert "server 1 says nothing" in text and "server 0 says" not in text, text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, kvstore, layer, model, opt
-from singa_lite.errors import CheckpointError, OptionError
+from singa_lite.errors import CheckpointError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.kvstore.rig import Rate
 
@@ -354,3 +354,66 @@ def test_lists_of_keys_are_not_remembered_for_ever(store):
     finally:
         tracemalloc.stop()
     assert held[0] > 100_000 and held[2] < 1.5 * held[0]
+
+
+def test_a_key_that_is_too_large_is_an_option_error(store):
+    for key in (2**63, 10**5000):  # the second is too long for a text
+        with pytest.raises(OptionError, match="an int of at most 9223372036854775807"):
+            store.init(key, np.zeros(2, F32))
+    with pytest.raises(OptionError, match="key = an int of 16610 bits must be an int >= 0"):
+        store.init(-(10**5000), np.zeros(2, F32))
+    store.init(2**63 - 1, np.ones(2, F32))
+    assert (pulled(store, 2**63 - 1, 2) == 1).all()
+
+
+def test_arrays_that_keys_are_pulled_into_do_not_overlap(store):
+    store.init(["a", "b", "none"], [np.ones(4, F32), np.full(4, 2, F32), np.zeros(0, F32)])
+    whole = np.full(8, 99, F32)
+    for first, second in ((whole[:4], whole[:4]), (whole[:4], whole[3:7])):
+        with pytest.raises(ShapeError, match="overlap in memory, of 'a' and 'b'"):
+            store.pull(["a", "b"], [first, second])
+        with pytest.raises(ShapeError, match="overlap"):
+            store.pushpull(["a", "b"], [np.ones(4, F32)] * 2, out=[first, second])
+    same = Tensor(data=np.zeros(4, F32))
+    with pytest.raises(ShapeError, match="overlap"):
+        store.pull(["a", "b"], [same, same])
+    assert (whole == 99).all()
+    empty = np.zeros(0, F32)
+    store.pull(["a", "none", "b"], [[whole[:4], whole[:4]], empty, whole[4:]])
+    assert whole.tolist() == [1] * 4 + [2] * 4
+
+
+class Remaining(opt.Optimizer):
+    """w -= lr * (gradients so far), which it keeps in a state that is called as what compression has lost."""
+
+    slot_names = ("residual",)
+
+    def __init__(self, lr=0.5):
+        super().__init__(lr)
+
+    def update_all(self, pairs):
+        for value, grad in pairs:
+            so_far = self.slots(value)["residual"]
+            so_far += grad
+            value -= so_far * self.lr_value
+
+
+@pytest.mark.parametrize("compresses", [False, True])
+def test_a_state_that_is_called_residual_is_saved(tmp_path, compresses):
+    def started():
+        store = kvstore.create("device")
+        if compresses:
+            store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        store.init("w", np.zeros(3, F32))
+        store.set_optimizer(Remaining())
+        return store
+
+    def pushed(store):
+        store.push("w", F32([0.75, 1.0, 1.25]))
+        return pulled(store, "w", 3)
+
+    first, second = started(), started()
+    before = pushed(first)
+    first.save_optimizer_states(tmp_path / "states")
+    second.load_optimizer_states(tmp_path / "states")
+    assert (pushed(second) == pushed(first) - before).all()
