@@ -853,6 +853,31 @@ def test_a_bfloat16_buffer_is_refused_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step*"))
 
 
+def saved_and_loaded_with_another_bit_generator(communicator: Communicator, folder: str) -> list[str]:
+    """The errors of ``save_job`` and ``load_job`` while numpy's functions of rank 1 draw from PCG64."""
+    net = compiled(communicator, "fp32", False)
+    checkpoint.save_job(folder, net)
+    texts, before = [], np.random.get_bit_generator()
+    if communicator.rank == 1:
+        np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        for call in (checkpoint.save_job, checkpoint.load_job):
+            with pytest.raises(CheckpointError) as caught:
+                call(folder, net)
+            texts.append(str(caught.value))
+    finally:
+        np.random.set_bit_generator(before)
+    return [*texts, *sorted(path.name for path in Path(folder).iterdir())]
+
+
+def test_another_bit_generator_of_numpy_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(saved_and_loaded_with_another_bit_generator, 3, str(tmp_path)):
+        assert len(found) == 3 and found[-1] == "step-00000000"
+        assert all(
+            "of numpy draw from PCG64, whose state a checkpoint does not keep" in text for text in found[:2]
+        )
+
+
 def test_extras_of_the_other_byte_order_come_back(tmp_path: Path) -> None:
     net = compiled(LocalCommunicator(World()), "fp32", False)
     checkpoint.save_job(tmp_path, net, extra={"a": np.arange(3, dtype=">f4"), "b": (1, 2)})
