@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -569,6 +570,44 @@ def test_a_process_that_ends_by_a_lost_rank_does_not_wait_for_its_file(tmp_path:
 
 def test_loading_waits_for_a_save_that_does_not_block(tmp_path: Path) -> None:
     assert run_ranks(loaded_behind_a_save, 3, str(tmp_path)) == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_save_that_ctrl_c_leaves_is_waited_for_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
+) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        checkpoint.save_job(tmp_path, net, block=block)
+    train(net, range(1))
+    checkpoint.save_job(tmp_path, net)
+    assert [each.manifest.step for each in generation.find_generations(tmp_path)[0]] == [1, 0]
+
+
+def test_ctrl_c_while_a_save_is_waited_for_leaves_no_thread_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    write, events = saving.write_manifest, []
+
+    def slow(path: Path, manifest: generation.Manifest) -> None:
+        time.sleep(0.2)  # until the save waits for this thread
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        write(path, manifest)
+        events.append("written")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(saving, "write_manifest", slow)
+        checkpoint.save_job(tmp_path, net)
+    assert events == ["written"]
 
 
 def damaged_and_saved_again(communicator: Communicator, folder: str, name: str) -> list[int]:
