@@ -85,7 +85,7 @@ class JobState:
         known: ids of the generations that this model has saved, or left behind by loading.
         damaged: ids of those left behind, which no ``keep`` counts, and real paths of those with damaged manifests.
         folders: that it has saved to or loaded from.
-        saving: the last one of ``block=False``, not waited for yet.
+        saving: the last one, which nobody has waited for yet if it is not over.
     """
 
     known: set[str] = field(default_factory=set)
@@ -96,9 +96,9 @@ class JobState:
     def wait(self) -> None:
         """Wait for the last saving; a collective, which raises what went wrong."""
         if self.saving is not None:
-            last, self.saving = self.saving, None
-            if not last.is_over:
-                last.wait()
+            if not self.saving.is_over:
+                self.saving.wait()
+            self.saving = None
 
 
 def state_of(model: Model) -> JobState:

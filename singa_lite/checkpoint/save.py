@@ -15,6 +15,7 @@ from typing import Any
 from ..config import state
 from ..errors import CheckpointError, check_bool, check_int
 from ..generation import find_generations, make_folder
+from ..graph.interrupts import deferred_interrupts
 from ..model import Model
 from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
 from .job import (
@@ -109,11 +110,10 @@ def save_job(
     mine = {name: arrays[name] for part in (own, shared) for name in part[communicator.rank]}
     job.known.add(manifest.id)
     job.folders.add(folder_key(folder))
-    saving = Saving(communicator, Path(path), manifest, mine, keep, frozenset(job.damaged))
+    with deferred_interrupts():  # or its thread would write on where the next save, after Ctrl-C, removes it
+        saving = job.saving = Saving(communicator, Path(path), manifest, mine, keep, frozenset(job.damaged))
     if block:
         saving.wait()
-    else:
-        job.saving = saving
     return saving
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
 import threading
 import time
@@ -65,23 +66,24 @@ class Saving:
         self._arrays = arrays
         self._failure: CheckpointError | None = None
         self._is_awaited, self._is_written, self._is_given_up = (threading.Event() for _ in range(3))
+        # not Thread.join: where Ctrl-C ends that, Python 3.11 takes a thread that still writes for one that has ended
+        self._is_ended, self._process = threading.Event(), os.getpid()
         self.is_over = False  # whether wait was called
         self._error: BaseException | None = None  # what wait raised
         self._hooks = exit_hooks()
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, name="singa_lite save_job", daemon=True
-        )
+        thread = threading.Thread(target=self._run, name="singa_lite save_job", daemon=True)
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError as error:  # the system has no process or memory left for one
             self._failure = CheckpointError(f"cannot write {path}: {error}")
+            self._arrays = {}
             self._is_written.set()
-            self._thread, self._arrays = None, {}
+            self._is_ended.set()
         self._cancel_finish = self._hooks.at_exit(self._finish)
 
     def done(self) -> bool:
         """Return whether this rank's part is over; on rank 0, whether the generation counts, or never will."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._is_ended.is_set() or self._process != os.getpid()
 
     def wait(self) -> Path:
         """Return the generation's folder once it counts; a collective.
@@ -93,10 +95,10 @@ class Saving:
             raise self._error
         if self.is_over:
             return self.path
-        self.is_over = True
-        self._is_awaited.set()
-        self._cancel_finish()
         try:
+            self.is_over = True
+            self._is_awaited.set()
+            self._cancel_finish()
             together(self._communicator, WHERE, self._written)
             together(self._communicator, WHERE, self._ended)
         except BaseException as error:
@@ -117,10 +119,10 @@ class Saving:
 
     def _join(self, seconds: float) -> None:
         """Wait for the thread, which gives up waiting for other ranks' files after ``seconds``."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+        if self._process == os.getpid():  # a forked child has not got the thread
+            self._is_ended.wait(seconds)
             self._is_given_up.set()
-            self._thread.join()
+            self._is_ended.wait()
 
     def _finish(self) -> None:
         """Wait for the thread before the process ends; its failure is one of the process."""
@@ -146,6 +148,7 @@ class Saving:
             self._failure = CheckpointError(f"cannot write {self.path}: {type(error).__name__}: {error}")
         finally:
             self._is_written.set()
+            self._is_ended.set()
 
     def _commit(self) -> None:
         """Write the manifest once every rank's file is there, then remove what is not needed any more."""

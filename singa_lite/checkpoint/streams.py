@@ -30,17 +30,24 @@ def streams(devices: Sequence[tuple[int, int]]) -> Arrays:
 
     Args:
         devices: (seed, counter) of each device.
+
+    Raises:
+        CheckpointError: numpy's global functions draw from another bit generator than numpy's own, MT19937.
     """
-    state: Any = np.random.get_state()  # Any: numpy's stubs know only that it is a tuple or a dict
-    kind, keys, position, has_normal, normal = state
+    state: Any = np.random.get_state(legacy=False)  # Any: numpy's stubs know it as a tuple or a dict
+    kind = state["bit_generator"]
+    if kind != "MT19937":  # by np.random.set_bit_generator
+        raise CheckpointError(
+            f"the global functions of numpy draw from {kind}, whose state a checkpoint does not keep; call "
+            "np.random.set_bit_generator(np.random.MT19937(seed)), and draw from a Generator of the script"
+        )
     _, words, python_normal = random.getstate()
     arrays: Arrays = {
         DEVICES: np.array(devices, np.uint64).reshape(len(devices), 2),
         PYTHON: np.array(words, np.uint32),
-        NORMALS: np.array([normal, np.nan if python_normal is None else python_normal]),
+        NORMALS: np.array([state["gauss"], np.nan if python_normal is None else python_normal]),
+        NUMPY: np.array([*state["state"]["key"], state["state"]["pos"], state["has_gauss"]], np.uint32),
     }
-    if kind == "MT19937":  # numpy's own; a script may have set another
-        arrays[NUMPY] = np.array([*keys, position, has_normal], np.uint32)
     return arrays
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -571,6 +572,44 @@ def test_loading_waits_for_a_save_that_does_not_block(tmp_path: Path) -> None:
     assert run_ranks(loaded_behind_a_save, 3, str(tmp_path)) == [[1, 2]] * 3
 
 
+@pytest.mark.parametrize("block", [True, False])
+def test_a_save_that_ctrl_c_leaves_is_waited_for_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
+) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        checkpoint.save_job(tmp_path, net, block=block)
+    train(net, range(1))
+    checkpoint.save_job(tmp_path, net)
+    assert [each.manifest.step for each in generation.find_generations(tmp_path)[0]] == [1, 0]
+
+
+def test_ctrl_c_while_a_save_is_waited_for_leaves_no_thread_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    write, events = saving.write_manifest, []
+
+    def slow(path: Path, manifest: generation.Manifest) -> None:
+        time.sleep(0.2)  # until the save waits for this thread
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        write(path, manifest)
+        events.append("written")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(saving, "write_manifest", slow)
+        checkpoint.save_job(tmp_path, net)
+    assert events == ["written"]
+
+
 def damaged_and_saved_again(communicator: Communicator, folder: str, name: str) -> list[int]:
     """The steps found after a file of the newest generation was damaged, and after that job has saved again."""
     net, found = saved(communicator, folder, 2), []
@@ -851,6 +890,31 @@ def test_a_bfloat16_buffer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'model/half' is bfloat16; save it as float32"):
         checkpoint.save_job(tmp_path, net)
     assert not list(tmp_path.glob("step*"))
+
+
+def saved_and_loaded_with_another_bit_generator(communicator: Communicator, folder: str) -> list[str]:
+    """The errors of ``save_job`` and ``load_job`` while numpy's functions of rank 1 draw from PCG64."""
+    net = compiled(communicator, "fp32", False)
+    checkpoint.save_job(folder, net)
+    texts, before = [], np.random.get_bit_generator()
+    if communicator.rank == 1:
+        np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        for call in (checkpoint.save_job, checkpoint.load_job):
+            with pytest.raises(CheckpointError) as caught:
+                call(folder, net)
+            texts.append(str(caught.value))
+    finally:
+        np.random.set_bit_generator(before)
+    return [*texts, *sorted(path.name for path in Path(folder).iterdir())]
+
+
+def test_another_bit_generator_of_numpy_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(saved_and_loaded_with_another_bit_generator, 3, str(tmp_path)):
+        assert len(found) == 3 and found[-1] == "step-00000000"
+        assert all(
+            "of numpy draw from PCG64, whose state a checkpoint does not keep" in text for text in found[:2]
+        )
 
 
 def test_extras_of_the_other_byte_order_come_back(tmp_path: Path) -> None:
