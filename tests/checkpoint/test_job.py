@@ -25,6 +25,7 @@ import pytest
 import singa_lite.checkpoint.rank_arrays as rank_arrays
 import singa_lite.checkpoint.saving as saving
 from singa_lite import autograd, checkpoint, generation, opt
+from singa_lite.checkpoint.job import state_of
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler, prefetch
@@ -598,7 +599,7 @@ def test_ctrl_c_while_a_save_is_waited_for_leaves_no_thread_that_writes(
     write, events = saving.write_manifest, []
 
     def slow(path: Path, manifest: generation.Manifest) -> None:
-        time.sleep(0.2)  # until the save waits for this thread
+        wait_until(state_of(net).saving._is_awaited.is_set, "a save that waits for its thread")
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.2)
         write(path, manifest)
