@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -197,9 +198,13 @@ def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
             job.wait()
-    if all((folder / f"result-{rank}").exists() for rank in range(size)):
+    errors = [_outcome(folder, rank)[0] for rank in range(size)]
+    if not any(isinstance(error, (RankDied, RankHung)) for error in errors) and (
+        job.returncode == 0 or any(errors)
+    ):
         return []
-    return ["mpiexec said: " + (folder / "mpiexec").read_text(errors="replace")]
+    said = (folder / "mpiexec").read_text(errors="replace")
+    return [f"mpiexec ended with {job.returncode} and said: {said}"]
 
 
 # Note [helper]: the helper process has numpy, pytest, hypothesis and singa_lite loaded. For each file of tests it forks
@@ -587,6 +592,8 @@ def _mpi_rank(folder: Path) -> int:
             Path(path).unlink(missing_ok=True)
         os._exit(code or 1)  # MPI's own finalisation, which removes them, would wait for ranks that are gone
     MPI.Finalize()
+    # not os._exit: MPICH tells mpiexec of its end in a function that the C library calls at exit
+    ctypes.CDLL(None).exit(code)
     return code
 
 
