@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 EMULATION = HERE.parent / "emulation.h"
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
 EXPANDER = ("g++", "-E", "-P", "-D__global__=__global__", "-D__launch_bounds__(...)=")
-LINKED = ("-nostdlib",)  # the rest comes with the runtime; to look through the libraries of C++ takes as long again
+LINKED = ("-nostdlib",)  # the rest comes with the runtime; to search C++'s libraries takes time
 ENTRY = re.compile(r'extern "C" __global__ void (\w+)\s*\(')
 STRIDED = {"copy"}  # kernels that are told the strides of their arrays
 KINDS = {int: "i8", float: "f8"}
