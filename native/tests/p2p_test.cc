@@ -32,8 +32,12 @@ void run_job(int workers, int servers, const std::function<void(Messenger&, int)
 // The bytes that `from` sends as the `number`th message.
 std::string bytes_of(int from, int number, std::size_t count) {
   Random random(std::uint64_t(from) * 1000 + std::uint64_t(number));
-  std::string bytes(count, '\0');
-  for (char& byte : bytes) byte = char(random.bits());
+  std::string bytes(count + sizeof(std::uint64_t), '\0');
+  for (std::size_t i = 0; i < count; i += sizeof(std::uint64_t)) {
+    const std::uint64_t bits = random.bits();
+    std::memcpy(&bytes[i], &bits, sizeof bits);
+  }
+  bytes.resize(count);
   return bytes;
 }
 

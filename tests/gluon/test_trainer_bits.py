@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""50 steps of a Trainer end with the bits of DistOpt fp32, wherever sums are made and parameters updated."""
+"""50 steps of a Trainer end with the bits of DistOpt fp32, wherever sums are made and parameters updated.
+
+With 3 workers over shm; in other jobs 10 steps do, as a sum or an update that differs shows in the first of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from tests.gluon.jobs import Rig, check_outcome, run_job
 from tests.slow_cases import slow_but_first
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
-STEPS, BATCH = 50, 2
+FEW_STEPS, STEPS, BATCH = 10, 50, 2
 F32 = np.float32
 
 
@@ -58,15 +63,24 @@ def make_sgd() -> opt.SGD:
     return opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
 
 
-def bits_of_trainers(rig: Rig) -> dict[str, int]:
+def train(rig: Rig, net: Any, step: Callable[[Tensor, Tensor], object]) -> list[int]:
+    """The bits behind FEW_STEPS, and behind STEPS with 3 workers over shm."""
+    ends = [FEW_STEPS, STEPS] if (rig.everyone.transport, rig.size) == ("shm", 3) else [FEW_STEPS]
+    found = []
+    for number in range(1, ends[-1] + 1):
+        step(*batch(rig, number))
+        if number in ends:
+            found.append(crc(net))
+    return found
+
+
+def bits_of_trainers(rig: Rig) -> dict[str, list[int]]:
     found = {}
     if rig.num_servers == 0:
         net = prepared(rig, opt.DistOpt(make_sgd(), communicator=rig.workers))
         start = crc(net)
-        for step in range(STEPS):
-            net(*batch(rig, step))
-        found["DistOpt"] = crc(net)
-        assert found["DistOpt"] != start
+        found["DistOpt"] = train(rig, net, net)
+        assert len({start, *found["DistOpt"]}) == 1 + len(found["DistOpt"])
     for on_store in (True, False):
         net = prepared(rig, None)
         trainer = gluon.Trainer(
@@ -76,14 +90,15 @@ def bits_of_trainers(rig: Rig) -> dict[str, int]:
             update_on_kvstore=on_store,
             reduction="mean",
         )
-        for step in range(STEPS):
-            x, y = batch(rig, step)
-            with autograd.record():
-                loss = net.softmax_cross_entropy(net.forward(x), y)
-            loss.backward()
-            trainer.step(1)
-        found[f"update_on_kvstore={on_store}"] = crc(net)
+        found[f"update_on_kvstore={on_store}"] = train(rig, net, partial(step, net, trainer))
     return found
+
+
+def step(net: Any, trainer: gluon.Trainer, x: Tensor, y: Tensor) -> None:
+    with autograd.record():
+        loss = net.softmax_cross_entropy(net.forward(x), y)
+    loss.backward()
+    trainer.step(1)
 
 
 @functools.cache
@@ -102,4 +117,6 @@ def outcomes(transport: str, num_workers: int, num_servers: int) -> list[Any]:
 def test_a_trainer_ends_with_the_bits_of_dist_opt(transport: str, num_workers: int, num_servers: int) -> None:
     [expected, *others] = check_outcome(outcomes("shm", num_workers, 0), "bits_of_trainers")
     found = check_outcome(outcomes(transport, num_workers, num_servers), "bits_of_trainers")
-    assert all(set(each.values()) == {expected["DistOpt"]} for each in [*others, *found])
+    assert len(expected["DistOpt"]) == (2 if num_workers == 3 else 1)
+    for bits in (bits for each in [*others, *found] for bits in each.values()):
+        assert bits == expected["DistOpt"][: len(bits)]

@@ -43,7 +43,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "shortLocalSGD": {},
 }
 FIRST = tuple(SCHEMES)[:3]  # those that train each time
-LR, MOMENTUM, STEPS = 0.05, 0.9, 9
+LR, MOMENTUM = 0.05, 0.9
+STEPS = 8  # two periods of localSGD
+RESUMED_AT, RESUMED_STEPS = 6, 12  # within a period
 SIZES = [3, 1, 2]
 
 
@@ -120,19 +122,19 @@ def train(communicator: DispatchCommunicator, name: str) -> dict[str, Any]:
         for use_graph in (False, True):
             net = compiled(device, communicator, name, use_graph)
             log = found[f"{where} {'graph' if use_graph else 'eager'}"] = [values(net)]
-            for step in range(STEPS + 4):
+            for step in range(STEPS + 1):
                 net(*batch(device, communicator.rank, step))
                 log.append(values(net))
             if use_graph:
                 found[f"{where} breaks"] = [info.break_reason for info in net.graph_info()]
     found["launches"] = sum(graph.num_launches for graph in graphs(net))
     whole, second = (compiled(devices["cpu"], communicator, name, True) for _ in range(2))
-    for step in range(2 * STEPS):
-        if step == STEPS:
+    for step in range(RESUMED_STEPS):
+        if step == RESUMED_AT:
             second.set_states({key: to_numpy(value) for key, value in whole.get_states().items()})
             second.optimizer.set_states(whole.optimizer.get_states())
             whole.graph(True)  # as saving does
-        for net in (whole, second)[: 1 + (step >= STEPS)]:
+        for net in (whole, second)[: 1 + (step >= RESUMED_AT)]:
             net(*batch(devices["cpu"], communicator.rank, step))
     found["resumed"] = [
         {key: value.tobytes() for key, value in values(net).items()} for net in (whole, second)

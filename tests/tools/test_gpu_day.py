@@ -35,14 +35,6 @@ class Tables:
 def profile(activities): return Tables()
 class ProfilerActivity: CUDA = 1
 """
-# the gibibyte in which a GPU measures algorithms would only be filled with NaNs, anew for every convolution
-PROFILE = """
-import runpy, sys
-from singa_lite.backend.cuda import conv
-conv.WORKSPACE_BYTES = (1 << 20, 1 << 16)
-sys.argv = ["profile", "cnn"]
-runpy.run_module("tools.gpu_day.profile", run_name="__main__")
-"""
 
 
 def run(*command: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +101,7 @@ def test_profiles_are_printed_for_what_works_and_reasons_for_the_rest(tmp_path: 
     (package / "__init__.py").write_text(backends)
     (package / "profiler.py").write_text(TORCH)
     path = os.pathsep.join([str(tmp_path), standin_environment()["PYTHONPATH"]])
-    done = run(sys.executable, "-c", PROFILE, PYTHONPATH=path)
+    done = run(sys.executable, "-m", "tools.gpu_day.profile", "cnn", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     ours = [number for number, line in enumerate(lines) if line.endswith("graph: 3 steps")]

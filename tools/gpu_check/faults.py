@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 TIMEOUT_S, MARGIN_S = 10, 5
 TOGETHER = 2 if QUICK else 6  # jobs at a time
 STEPS, FAILS_AT, SAVES_EVERY = 40, 12, 5
+BATCH = 2 if QUICK else 8
 MAX_STEPS = 100_000  # what the other rank would go on to
 DEAD, SILENT = "died|ended|NCCL failed", "in NCCL for the other ranks|waited"
 # what the error of the other rank says
@@ -255,8 +256,8 @@ def cnn(use_graph: bool) -> tuple[Any, Any, Any, Any]:
 
     def batch(number: int) -> tuple[Any, Any]:
         rng = np.random.default_rng([communicator.rank, number])
-        x = rng.standard_normal((8, 1, 28, 28)).astype(np.float32)
-        labels = rng.integers(0, 10, 8).astype(np.int32)
+        x = rng.standard_normal((BATCH, 1, 28, 28)).astype(np.float32)
+        labels = rng.integers(0, 10, BATCH).astype(np.int32)
         return tensor.from_numpy(x, gpu), tensor.from_numpy(labels, gpu)
 
     model.compile([batch(0)[0]], use_graph=use_graph)

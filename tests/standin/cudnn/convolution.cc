@@ -36,16 +36,22 @@ void products(const Object& x, const Object& w, const Object& y, const Object& c
   for (int n = 0; n < x.shape[0]; ++n)
     for (int o = 0; o < w.shape[0]; ++o)
       for (int i = 0; i < y.shape[2]; ++i)
-        for (int j = 0; j < y.shape[3]; ++j)
-          for (int k = 0; k < channels * kh * kw; ++k) {
-            const int channel = k / (kh * kw), p = k / kw % kh, q = k % kw;
-            const int row = i * c.stride[0] - c.padding[0] + p * c.dilation[0];
-            const int column = j * c.stride[1] - c.padding[1] + q * c.dilation[1];
-            if (row < 0 || row >= x.shape[2] || column < 0 || column >= x.shape[3]) continue;
+        for (int j = 0; j < y.shape[3]; ++j) {
+          const int of_y = ((n * w.shape[0] + o) * y.shape[2] + i) * y.shape[3] + j;
+          int of_w = o * channels * kh * kw;
+          for (int channel = 0; channel < channels; ++channel) {
             const int plane = n * x.shape[1] + o / each * channels + channel;
-            const int of_x = (plane * x.shape[2] + row) * x.shape[3] + column;
-            visit(of_x, o * channels * kh * kw + k, ((n * w.shape[0] + o) * y.shape[2] + i) * y.shape[3] + j);
+            for (int p = 0; p < kh; ++p) {
+              const int row = i * c.stride[0] - c.padding[0] + p * c.dilation[0];
+              const bool is_inside = row >= 0 && row < x.shape[2];
+              for (int q = 0; q < kw; ++q, ++of_w) {
+                const int column = j * c.stride[1] - c.padding[1] + q * c.dilation[1];
+                if (is_inside && column >= 0 && column < x.shape[3])
+                  visit((plane * x.shape[2] + row) * x.shape[3] + column, of_w, of_y);
+              }
+            }
           }
+        }
 }
 
 struct Performance {

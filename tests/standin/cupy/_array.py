@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import weakref
 from typing import Any, ClassVar
 
@@ -42,11 +43,11 @@ class DeviceMemory:
 
     Attributes:
         allocated_bytes: of all that is not yet freed.
-        limit_bytes: which these may not exceed; None: there is no limit.
+        limit_bytes: which these may not exceed, STANDIN_MEMORY_BYTES if that is set; None: there is no limit.
     """
 
     allocated_bytes: ClassVar[int] = 0
-    limit_bytes: ClassVar[int | None] = None
+    limit_bytes: ClassVar[int | None] = int(os.environ.get("STANDIN_MEMORY_BYTES", "0")) or None
 
     def __init__(self, num_bytes: int) -> None:
         limit = DeviceMemory.limit_bytes
@@ -91,7 +92,10 @@ class MemoryPool:
             return self.allocator(num_bytes).mem
         except cuda.runtime.CUDARuntimeError:
             self.free_all_blocks()
+        try:
             return self.allocator(num_bytes).mem
+        except cuda.runtime.CUDARuntimeError as error:
+            raise MemoryError(str(error)) from error
 
     def take_back(self, place: tuple[int, int, int], memory: DeviceMemory) -> None:
         self.free.setdefault(place, []).append(memory)

@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 EMULATION = HERE.parent / "emulation.h"
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
 EXPANDER = ("g++", "-E", "-P", "-D__global__=__global__", "-D__launch_bounds__(...)=")
+LINKED = ("-nostdlib",)  # the rest comes with the runtime; to search C++'s libraries takes time
 ENTRY = re.compile(r'extern "C" __global__ void (\w+)\s*\(')
 STRIDED = {"copy"}  # kernels that are told the strides of their arrays
 KINDS = {int: "i8", float: "f8"}
@@ -36,7 +37,8 @@ def compile_kernels(code: str) -> Path:
         source.write_text(code)
         expanded = run(*EXPANDER, source)
         source.write_text("\n".join([code, *(f"EMULATE({name})" for name in ENTRY.findall(expanded)), ""]))
-        run(*COMPILER, "-include", header, "-fvisibility=default", "-shared", "-o", path, source, runtime)
+        options = ("-include", header, "-fvisibility=default", "-shared", *LINKED)
+        run(*COMPILER, *options, "-o", path, source, runtime, "-lgcc")
 
     # linked to that runtime: another needs another
     key = hashlib.sha256(f"{runtime.name}\n{header.name}\n{code}".encode())
