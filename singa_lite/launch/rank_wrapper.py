@@ -57,10 +57,12 @@ class Output:
 
     Attributes:
         distance_to_cause: of the last error, see ``distance_of``.
+        is_failing: whether the script has said that an exception ends it, as a rank of an MPI job does.
     """
 
     def __init__(self, prefix: str, log: int | None) -> None:
         self.distance_to_cause = 0
+        self.is_failing = False
         self._prefix, self._log = prefix.encode(), log
         self._open_lines = {1: b"", 2: b""}
 
@@ -82,6 +84,7 @@ class Output:
         distance = distance_of(line)
         if distance is not None:
             self.distance_to_cause = distance
+        self.is_failing |= re.fullmatch(rb"singa_lite: rank \d+ of \d+ failed:", line) is not None
         size = select.PIPE_BUF - len(prefix) - 1
         for start in range(0, len(line) or 1, size):
             _write_all(stream, prefix + line[start : start + size] + b"\n")
@@ -140,6 +143,8 @@ class Script:
         while (code := self._process.poll()) is None:
             self._note_stop_signals()  # while who has sent them is there
             self._pump(output, PARENT_S)
+            if output.is_failing:  # it is about to abort the job, and mpiexec then kills this process, too
+                note_failure(1, WAITED if output.distance_to_cause else 0)
         self._note_stop_signals()  # those that have ended the script
         kill_others_of_group()
         has_note = code == -signal.SIGKILL and select.select([self._lost], [], [], 0)[0]

@@ -614,3 +614,16 @@ def test_a_host_that_loses_a_slot_keeps_the_threads_of_a_rank(tmp_path):
     shared = str(threads_per_rank(2))
     # d1 had two ranks at first
     assert sorted(result.stdout.splitlines()[-2:]) == ["[w0] None", f"[w1] {shared}"]
+
+
+@needs_mpi
+@pytest.mark.slow  # as ranks of one host, above
+def test_a_job_goes_on_without_the_host_whose_rank_raises_after_all_have_joined(tmp_path):
+    before, loop, after = STEPS.partition("for step")
+    text = f"{before}if size == 3 and rank == 1:\n    raise ValueError('no')\n{loop}{after}"
+    options = ["--max-restarts", "3", "--min-ranks", "2", "--checkpoint", str(tmp_path / "saved")]
+    result = run_on_hosts(tmp_path, text, *options)
+    assert result.returncode == 0, result.stderr
+    assert rounds_in(tmp_path) == {0: {0, 1, 2}, 1: {0, 1, 2}, 2: {0, 1}}
+    assert "with 2 ranks, as rank 1 failed twice running before its first step" in result.stderr
+    assert_nothing_left(tmp_path)
