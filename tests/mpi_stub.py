@@ -14,11 +14,11 @@ import socket
 import sys
 
 
-def main(path: str, *command: str) -> int:
-    """Have the helper that listens at ``path`` fork a rank; return its exit code.
+def main(name: str, *command: str) -> int:
+    """Have the helper fork a rank; return its exit code.
 
     Args:
-        path: of a Unix socket.
+        name: of the helper's socket, in Linux's abstract namespace.
         command: what else is a rank, where mpiexec is not MPICH's, whose ranks get their place in the job by a
             descriptor.
     """
@@ -26,7 +26,7 @@ def main(path: str, *command: str) -> int:
         os.execv(command[0], command)
     pmi = int(os.environ["PMI_FD"])
     with socket.socket(socket.AF_UNIX) as helper:
-        helper.connect(path)
+        helper.connect("\0" + name)
         environ = json.dumps(dict(os.environ)).encode()
         socket.send_fds(helper, [len(environ).to_bytes(8, "little")], [1, 2, pmi])
         helper.sendall(environ)

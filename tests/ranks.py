@@ -50,7 +50,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # how a process of ours starts: this module has one name there too
 STUB = Path(__file__).with_name("mpi_stub.py")
 START = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests import ranks; ranks.main(sys.argv[1:])"
-SOCKET = "socket"  # in the folder of a call under mpiexec
 GRACE_S = 0.5  # a hung rank has this long to write down where it hangs before it is killed
 PRELOAD = ("numpy", "pytest", "hypothesis", "singa_lite")  # loaded once in the helper, when the test has them
 FOLDERS = ("singa_lite.comm", "singa_lite.sync")  # a rank looks through their files
@@ -170,7 +169,7 @@ def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
     complaints = _Helper.get().run(folder, size, timeout_s, "mpi")  # from now on it listens
     if complaints:
         return complaints
-    stub = [sys.executable, "-I", "-S", str(STUB), str(folder / SOCKET)]
+    stub = [sys.executable, "-I", "-S", str(STUB), folder.name]
     command = [mpiexec, "-n", str(size), *stub, sys.executable, "-c", START, "rank", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as ranks of the helper
     with (folder / "mpiexec").open("w") as log:
@@ -353,7 +352,7 @@ def _fork_ranks(folder: Path, request: dict[str, Any]) -> list[str]:
     for rank in range(request["size"]):
         pid = os.fork()
         if pid == 0:
-            _forked(partial(_shm_rank, folder, rank), request["env"])
+            _forked(partial(_shm_rank, folder, rank), lambda: request["env"])
         running[pid] = rank
     everyone = dict(running)
     _collect(folder, running, time.monotonic() + request["timeout_s"])
@@ -391,11 +390,12 @@ def _collect(folder: Path, running: dict[int, int], deadline: float) -> None:
 def _start_server(folder: Path) -> list[str]:
     """Fork a process that forks a rank for each stub that mpiexec starts."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / SOCKET))
+    listener.bind("\0" + folder.name)
     listener.listen(100)
+    parent = os.getpid()
     if os.fork() == 0:
         try:
-            _serve_stubs(folder, listener)
+            _serve_stubs(folder, listener, parent)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -404,21 +404,21 @@ def _start_server(folder: Path) -> list[str]:
     return []
 
 
-def _serve_stubs(folder: Path, listener: socket.socket) -> None:
-    """Fork ranks, report their ends, and kill those whose stubs are gone, until the call is over."""
+def _serve_stubs(folder: Path, listener: socket.socket, parent: int) -> None:
+    """Fork ranks, report their ends, and kill those whose stubs are gone, until the call or ``parent`` is over."""
     stubs: dict[int, socket.socket] = {}  # by the rank's process
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    while stubs or folder.exists():
+    while stubs or (folder.exists() and os.getppid() == parent):
         ready = [descriptor for descriptor, _ in poll.poll(10)]
         if listener.fileno() in ready:
             stub, _ = listener.accept()
             if (pid := os.fork()) == 0:
-                _forked(partial(_mpi_rank, folder), _take_over(stub))
+                _forked(partial(_mpi_rank, folder), partial(_take_over, stub))
             stubs[pid] = stub
             poll.register(stub, 0)  # its end alone
         for pid, stub in stubs.items():
-            if stub.fileno() in ready:
+            if stub.fileno() in ready or os.getppid() != parent:
                 os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):  # it may not lead a process group yet
                     os.killpg(pid, signal.SIGKILL)
@@ -433,18 +433,20 @@ def _take_over(stub: socket.socket) -> dict[str, str]:
     """Take a stub's output and its socket to mpiexec; return its environment."""
     size, descriptors, _, _ = socket.recv_fds(stub, 8, 3)
     output, errors, pmi = descriptors
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
+    for descriptor, number in ((output, 1), (errors, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     with stub.makefile("rb") as lines:
         environ = json.loads(lines.read(int.from_bytes(size, "little")))
     return {**environ, "PMI_FD": str(pmi)}
 
 
-def _forked(life: Callable[[], int], environment: dict[str, str]) -> None:
+def _forked(life: Callable[[], int], read_environment: Callable[[], dict[str, str]]) -> None:
     """The life of a forked rank; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
+        environment = read_environment()
         os.environ.clear()
         os.environ.update(environment)
         code = life()

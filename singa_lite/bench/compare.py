@@ -43,7 +43,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """B's mean by A's; None where one is missing, or A's is 0 or, as a loss may be, below, and B's another."""
+        """B's mean by A's; None if one is missing, or if A's is not above 0 and B's differs."""
         if self.before is None or self.after is None:
             return None
         if self.before.mean <= 0:

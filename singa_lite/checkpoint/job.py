@@ -98,6 +98,7 @@ class JobState:
         if self.saving is not None:
             if not self.saving.is_over:
                 self.saving.wait()
+            self.saving.wait_for_thread()  # which Ctrl-C, twice, may have left
             self.saving = None
 
 

@@ -102,10 +102,14 @@ class Saving:
             together(self._communicator, WHERE, self._written)
             together(self._communicator, WHERE, self._ended)
         except BaseException as error:
-            self._error = error
+            self._error, self.is_over = error, True
             self._join(0.0)
             raise
         return self.path
+
+    def wait_for_thread(self) -> None:
+        """Wait until this rank's part is over, also where ``wait`` has raised meanwhile."""
+        self._join(0.0)
 
     def _written(self) -> None:
         self._is_written.wait()

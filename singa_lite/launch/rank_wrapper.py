@@ -147,8 +147,8 @@ class Script:
                 note_failure(1, WAITED if output.distance_to_cause else 0)
         self._note_stop_signals()  # those that have ended the script
         kill_others_of_group()
-        has_note = code == -signal.SIGKILL and select.select([self._lost], [], [], 0)[0]
-        if has_note and os.read(self._lost, 100) == b"late\n":  # it is the watchdog that has killed it
+        is_readable = code == -signal.SIGKILL and select.select([self._lost], [], [], 0)[0]
+        if is_readable and os.read(self._lost, 100) == b"late\n":  # it is the watchdog that has killed it
             code = 1
         has_time = code >= 0  # a signal ends the job at once
         if has_time and select.select([self._lost], [], [], WATCHDOG_S)[0]:

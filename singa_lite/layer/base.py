@@ -76,7 +76,8 @@ class Layer:
                 "keep one in an attribute"
             )
         for name in NAMES & vars(cls).keys():
-            _check_names(cls.__name__, name, vars(cls)[name])
+            if not hasattr(vars(cls)[name], "__get__"):  # a property gives them later
+                _check_names(cls.__name__, name, vars(cls)[name])
         if "forward" in cls.__dict__:  # so that a direct call of forward() makes the parameters too
             cls.forward = _initializing(cls.__dict__["forward"])  # type: ignore[method-assign]
 
@@ -111,7 +112,7 @@ class Layer:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in NAMES:
-            _check_names(repr(self), name, value)
+            _check_names(type(self).__name__, name, value)
         if isinstance(value, Layer) or not callable(value):
             _check_no_method(self, name, value)
         for path, entry in items(name, value):
@@ -128,7 +129,8 @@ class Layer:
 
     def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
         hint = "" if self._is_initialized else "; parameters are made at the first call, or by Model.compile"
-        raise AttributeError(f"{self!r} has no attribute {name!r}{hint}")
+        # not repr(self): that of a subclass may read attributes that are not there yet
+        raise AttributeError(f"{Layer.__repr__(self)} has no attribute {name!r}{hint}")
 
     # ---- parameters and states ---------------------------------------------------------------------
 
@@ -330,11 +332,12 @@ def items(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _check_names(where: str, name: str, value: object) -> None:
-    """Raise DTypeError unless ``value`` is a tuple of names of attributes."""
-    if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
+    """Raise DTypeError unless ``value`` is a tuple of names of attributes, or a list or set that is not empty."""
+    is_kind = isinstance(value, tuple) or (isinstance(value, (list, set, frozenset)) and value)
+    if not is_kind or not all(isinstance(each, str) for each in value):  # type: ignore[attr-defined]
         raise DTypeError(
-            f"{where}: {name} must be a tuple of names of attributes, see Layer, not {value!r:.60}; something else "
-            "takes another name"
+            f"{where}: {name} must be a tuple of names of attributes, not {value!r:.60}; give anything else another "
+            "name"
         )
 
 
@@ -343,8 +346,8 @@ def _check_no_method(layer: Layer, name: str, value: object) -> None:
     owner = next((kind for kind in type(layer).__mro__ if name in vars(kind)), object)
     if owner.__module__.startswith("singa_lite.") and isinstance(vars(owner)[name], FunctionType):
         raise DTypeError(
-            f"{layer!r}: {name} is a method of {owner.__name__}, which the {type(value).__name__} would replace; give "
-            "the attribute another name"
+            f"{type(layer).__name__}: {name} is a method of {owner.__name__}, which the {type(value).__name__} would "
+            "replace; give the attribute another name"
         )
 
 

@@ -611,6 +611,33 @@ def test_ctrl_c_while_a_save_is_waited_for_leaves_no_thread_that_writes(
     assert events == ["written"]
 
 
+def test_a_save_that_ctrl_c_leaves_twice_is_waited_for_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    write, main, events = saving.write_manifest, threading.main_thread().ident or 0, []
+
+    def slow(path: Path, manifest: generation.Manifest) -> None:
+        job_saving = state_of(net).saving
+        wait_until(job_saving._is_awaited.is_set, "a save that waits for its thread")
+        signal.pthread_kill(main, signal.SIGINT)
+        wait_until(job_saving._is_given_up.is_set, "a save that Ctrl-C has ended")
+        signal.pthread_kill(main, signal.SIGINT)
+        wait_until(lambda: events, "the end of the save")
+        write(path, manifest)
+        events.append("written")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(saving, "write_manifest", slow)
+        checkpoint.save_job(tmp_path, net)
+    assert events == []
+    events.append("left")
+    train(net, range(1))
+    checkpoint.save_job(tmp_path, net)
+    assert events == ["left", "written"]
+    assert [each.manifest.step for each in generation.find_generations(tmp_path)[0]] == [1, 0]
+
+
 def damaged_and_saved_again(communicator: Communicator, folder: str, name: str) -> list[int]:
     """The steps found after a file of the newest generation was damaged, and after that job has saved again."""
     net, found = saved(communicator, folder, 2), []

@@ -409,7 +409,26 @@ def test_what_is_no_tuple_of_names_is_refused_where_names_of_attributes_are_read
         setattr(Layer(), name, value)
     with pytest.raises(DTypeError, match=f"^Own: {name} must be a tuple of names of attributes"):
         type("Own", (Layer,), {name: value})
-    setattr(Layer(), name, ("total",))
+    for names in (("total",), ["total"], frozenset({"total"})):
+        setattr(Layer(), name, names)
+        type("Own", (Layer,), {name: names})
+    type("Own", (Layer,), {name: property(lambda self: ("total",))})
+
+
+def test_errors_of_attributes_need_no_repr_of_the_layer() -> None:
+    class Own(Layer):
+        def __init__(self) -> None:
+            self.buffers = ("total",)
+            with pytest.raises(DTypeError, match="Own: get_params is a method of Layer"):
+                self.get_params = 3
+            with pytest.raises(AttributeError, match="Own has no attribute 'size'"):
+                repr(self)
+            self.size = 3
+
+        def __repr__(self) -> str:
+            return f"Own({self.size})"
+
+    assert repr(Own()) == "Own(3)"
 
 
 @pytest.mark.parametrize("value", [True, None, [], ReLU()])
