@@ -34,7 +34,7 @@ def main(name: str, *command: str) -> int:
         answer = helper.recv(100)  # while this waits, the helper ends the rank if this process is killed
     code = int(answer or 1)
     if code < 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the one that Python handles
         os.kill(os.getpid(), -code)
     return code
 

@@ -47,8 +47,8 @@ from typing import Any
 from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
-# how a process of ours starts: this module has one name there too
 STUB = Path(__file__).with_name("mpi_stub.py")
+# how a process of ours starts: this module has one name there too
 START = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests import ranks; ranks.main(sys.argv[1:])"
 GRACE_S = 0.5  # a hung rank has this long to write down where it hangs before it is killed
 PRELOAD = ("numpy", "pytest", "hypothesis", "singa_lite")  # loaded once in the helper, when the test has them
@@ -198,9 +198,8 @@ def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
                 os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     errors = [_outcome(folder, rank)[0] for rank in range(size)]
-    if not any(isinstance(error, (RankDied, RankHung)) for error in errors) and (
-        job.returncode == 0 or any(errors)
-    ):
+    has_results = not any(isinstance(error, (RankDied, RankHung)) for error in errors)
+    if has_results and (job.returncode == 0 or any(errors)):
         return []
     said = (folder / "mpiexec").read_text(errors="replace")
     return [f"mpiexec ended with {job.returncode} and said: {said}"]
@@ -324,7 +323,8 @@ def _serve_file(connection: socket.socket) -> None:
         if len(os.listdir("/proc/self/task")) > 1:
             complaints = ["a module started a thread while it was imported: ranks cannot be forked beside it"]
         elif request["transport"] == "mpi":
-            complaints = _start_server(Path(request["folder"]))
+            complaints = []
+            _start_server(Path(request["folder"]))
         else:
             complaints = _fork_ranks(Path(request["folder"]), request)
         lines.write(json.dumps(complaints) + "\n")
@@ -387,7 +387,7 @@ def _collect(folder: Path, running: dict[int, int], deadline: float) -> None:
                 note.write_text(f"ended with {os.waitstatus_to_exitcode(status)}")
 
 
-def _start_server(folder: Path) -> list[str]:
+def _start_server(folder: Path) -> None:
     """Fork a process that forks a rank for each stub that mpiexec starts."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + folder.name)
@@ -401,7 +401,6 @@ def _start_server(folder: Path) -> list[str]:
         finally:
             os._exit(0)
     listener.close()
-    return []
 
 
 def _serve_stubs(folder: Path, listener: socket.socket, parent: int) -> None:

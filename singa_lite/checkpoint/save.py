@@ -113,7 +113,7 @@ def save_job(
     with deferred_interrupts():  # or its thread would write on where the next save, after Ctrl-C, removes it
         saving = job.saving = Saving(communicator, Path(path), manifest, mine, keep, frozenset(job.damaged))
     if block:
-        saving.wait()
+        job.wait()
     return saving
 
 

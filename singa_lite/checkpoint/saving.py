@@ -96,19 +96,20 @@ class Saving:
         if self.is_over:
             return self.path
         try:
-            self.is_over = True
             self._is_awaited.set()
             self._cancel_finish()
             together(self._communicator, WHERE, self._written)
             together(self._communicator, WHERE, self._ended)
         except BaseException as error:
-            self._error, self.is_over = error, True
-            self._join(0.0)
+            self._error = error
+            self.wait_for_thread()
             raise
+        finally:
+            self.is_over = True
         return self.path
 
     def wait_for_thread(self) -> None:
-        """Wait until this rank's part is over, also where ``wait`` has raised meanwhile."""
+        """Wait until this rank's part is over, also where Ctrl-C has ended ``wait`` and this; no collective."""
         self._join(0.0)
 
     def _written(self) -> None:
@@ -142,8 +143,8 @@ class Saving:
         self._is_awaited.wait(CALM_S)
         try:
             write_arrays(self.path / rank_file(self._communicator.rank), self._arrays)
-            self._arrays = {}
             self._is_written.set()
+            self._arrays = {}
             if self._communicator.rank == 0:
                 self._commit()
         except CheckpointError as error:
@@ -151,6 +152,7 @@ class Saving:
         except BaseException as error:  # whatever it is: the thread has no other way to say it
             self._failure = CheckpointError(f"cannot write {self.path}: {type(error).__name__}: {error}")
         finally:
+            self._arrays = {}
             self._is_written.set()
             self._is_ended.set()
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import kvstore as stores
 from ..dtypes import LARGEST_FLOAT32
-from ..errors import GraphError, OptionError, SingaLiteError, check_bool, check_choice, check_number
+from ..errors import GraphError, OptionError, check_bool, check_choice, check_number
 from ..graph.clock import drop_step, lap
 from ..graph.recorder import break_graph
 from ..kvstore.base import KVStoreBase
@@ -215,10 +215,9 @@ class Trainer:
                 mine |= {UNSUMMED.format(name): _fast_hash_of(self._grad(name)) for name in names}
             self._kvstore.agree("update", mine)
         with self._aborting("update"):
-            with self._using_up_grads():
-                for name in names:
-                    grad = self._grad(name)
-                    grad *= 1 / size
+            for name in names:
+                grad = self._grad(name)
+                grad *= 1 / size
             self._update(names)
             self._finish()
 
@@ -307,15 +306,14 @@ class Trainer:
                 self._pushpull(names, stale, [self._params[name].grad for name in names], scale, ignores)
             return names
         grads = [self._grad(name) for name in names]
-        with self._using_up_grads():
-            for name, grad in zip(names, grads, strict=True):
-                if name in stale:
-                    grad.set_value(0)
-                grad *= scale
-            if self._store is not None and names:
-                self._store.pushpull(names, grads, out=grads)
-                for grad in grads if self.reduction == "mean" else ():
-                    grad /= self._store.num_workers
+        for name, grad in zip(names, grads, strict=True):
+            if name in stale:
+                grad.set_value(0)
+            grad *= scale
+        if self._store is not None and names:
+            self._store.pushpull(names, grads, out=grads)
+            for grad in grads if self.reduction == "mean" else ():
+                grad /= self._store.num_workers
         return names
 
     def _pushpull(
@@ -344,8 +342,7 @@ class Trainer:
 
     def _update(self, names: list[str]) -> None:
         store = self._kvstore
-        applying = nullcontext() if store is None else store.applying("Trainer: update")
-        with self._using_up_grads(), applying:
+        with nullcontext() if store is None else store.applying("Trainer: update"):
             self._optimizer.update_pairs([(self._params[name], self._grad(name)) for name in names])
             self._optimizer.step()
 
@@ -353,26 +350,15 @@ class Trainer:
     def _aborting(self, where: str) -> Iterator[None]:
         """Inside, an exception aborts the store: other workers may have made the step, this one has not.
 
-        One that no check of ours raises makes the gradients stale, as sums may be in some of them.
+        And it makes the gradients stale: some may be scaled, summed or applied already.
         """
         store = self._kvstore
         with nullcontext() if store is None else store.aborting(f"Trainer: {where}"):
             try:
                 yield
-            except SingaLiteError:
-                raise
             except BaseException:
                 self._make_stale()
                 raise
-
-    @contextmanager
-    def _using_up_grads(self) -> Iterator[None]:
-        """Inside, any exception makes the gradients stale: another step would scale, sum or apply them again."""
-        try:
-            yield
-        except BaseException:
-            self._make_stale()
-            raise
 
     def _make_stale(self) -> None:
         """Mark all gradients as used: the next backward replaces them."""

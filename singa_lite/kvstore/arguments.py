@@ -119,12 +119,11 @@ class Arguments:
                 self._check_like(where, spec, array)
                 outs.append(GivenArray.of(f"{self._name}: {where}: out of key {spec.key!r}", array).tensor)
             pulls.append(Pull(spec, outs))
-        if len(pulls) > 1:
-            self._check_apart(where, pulls)
+        self._check_apart(where, pulls)
         return pulls
 
     def _check_apart(self, where: str, pulls: list[Pull]) -> None:
-        """Raise ShapeError if the arrays that two keys are pulled into overlap: one would be lost."""
+        """Raise ShapeError if arrays that values are pulled into overlap, unless they are one array for one key."""
         arrays = [out.array for pull in pulls for out in pull.outs]
         # quick, and true of most: distinct arrays, none of which is a view
         if len(set(map(id, arrays))) == len(arrays) and all(array.base is None for array in arrays):
@@ -139,10 +138,10 @@ class Arguments:
         )
         for (start, num_bytes, number), (later, _, other) in pairwise(spans):
             if start + num_bytes > later:
-                keys = [pull.spec.key for pull in pulls if pull.spec.number in (number, other)]
+                keys = [repr(pull.spec.key) for pull in pulls if pull.spec.number in (number, other)]
                 raise ShapeError(
-                    f"{self._name}: {where}: arrays of out overlap in memory, of {' and '.join(map(repr, keys))}; "
-                    "give each key an array of its own"
+                    f"{self._name}: {where}: arrays of out overlap in memory, of {' and '.join(keys)}; give each value "
+                    "an array of its own"
                 )
 
     def _check_like(self, where: str, spec: Spec, array: Any) -> None:

@@ -19,14 +19,18 @@ class KVStoreBase(ABC):
         names: what ``create`` calls it, one text or several; it is made without arguments.
     """
 
-    names: ClassVar[str | tuple[str, ...]] = ()
+    names: ClassVar[tuple[str, ...]] = ()
     _can_update: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if isinstance(cls.names, str):
+            cls.names = (cls.names,)
 
     @property
     def type(self) -> str:
         """The name it was created by."""
-        names = [self.names] if isinstance(self.names, str) else self.names
-        return names[0] if names else type(self).__name__.lower()
+        return self.names[0] if self.names else type(self).__name__.lower()
 
     @property
     def rank(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from threading import TIMEOUT_MAX
 from typing import Any
 
@@ -62,7 +61,7 @@ def create(
         CommError: not all workers and servers have joined in time, the workers' arguments differ, or this process has
             closed its dist store.
     """
-    own = {each: kind for kind in subclasses(BASE) for each in _names_of(kind)}
+    own = {each: kind for kind in subclasses(BASE) for each in vars(kind).get("names", ())}
     check_choice("kvstore.create", "name", name, (*LOCAL_NAMES, *SYNC_NAMES, *ASYNC_NAMES, *own))
     big_array = check_int("kvstore.create", "big_array", big_array, 1)
     if staleness is not None:
@@ -97,12 +96,6 @@ def serve(timeout_s: float | None = None) -> None:
         messenger.abort(text_of(error))
         raise
     messenger.close()
-
-
-def _names_of(kind: type[KVStoreBase]) -> Iterable[str]:
-    """Return the names of a class, without those of its bases; a text is one name."""
-    names = vars(kind).get("names", ())
-    return (names,) if isinstance(names, str) else names
 
 
 def _local(name: str, alone: bool) -> ReplicaStore:

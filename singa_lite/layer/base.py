@@ -181,6 +181,7 @@ class Layer:
         for name in found:
             if not isinstance(name, str):
                 raise DTypeError(f"register_layers: names must be strings, not {name!r}")
+            _check_no_method(self, name, found[name])
         ids, ordered = set(map(id, found.values())), {}
         for name, value in vars(self).items():
             if any(id(entry) in ids for _, entry in items(name, value)):

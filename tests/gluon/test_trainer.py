@@ -24,7 +24,7 @@ import pytest
 from singa_lite import autograd, gluon, kvstore, layer, model, opt
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.errors import CheckpointError, CommError, DTypeError, GraphError, OptionError
+from singa_lite.errors import CheckpointError, CommError, DTypeError, GraphError, OptionError, ShapeError
 from singa_lite.gluon.saved_states import check_head
 from singa_lite.kvstore import KVStoreBase
 from singa_lite.kvstore.replica import ReplicaStore
@@ -1449,18 +1449,41 @@ def test_gradients_of_a_step_that_was_interrupted_are_not_added_to() -> None:
     assert len(gradients) == 2 and all((gradient == 8).all() for gradient in gradients)
 
 
-def test_a_step_that_a_check_refused_can_be_made_again() -> None:
+def test_a_step_that_the_store_refused_can_be_made_again_after_a_backward() -> None:
     params = {"w": parameter([1.0])}
     trainer = gluon.Trainer(
         params, "sgd", {"learning_rate": 1}, kvstore="device", compression_params={"type": "2bit"}
     )
     backward({params["w"]: float("nan")})
     assert "not all finite" in caught(trainer.step, OptionError, 1)
-    grad = params["w"].grad
-    assert grad is not None
-    grad.set_value(0.5)
+    assert "no backward has computed the gradient of w" in caught(trainer.step, GraphError, 1)
+    backward({params["w"]: 0.5})
     trainer.step(1)
     assert values(params) == {"w": [0.5]}
+
+
+class FailsAt2(opt.Optimizer):
+    """w -= lr * g, but for a gradient of 2: that is an exception of a type that the package's checks raise."""
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        if (to_numpy(param_grad) == 2).any():
+            raise ShapeError("two")
+        param_value -= param_grad * 0.5
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_gradients_of_a_step_that_failed_in_the_store_are_not_used_again(store: str) -> None:
+    params = two(0.0)
+    trainer = gluon.Trainer(params, FailsAt2(0.5), kvstore=store, update_on_kvstore=True)
+    backward(dict(zip(params.values(), (4, 8), strict=True)))
+    with pytest.raises(ShapeError, match="two"):
+        trainer.step(4)
+    assert "no backward has computed the gradient of large, small" in caught(trainer.step, GraphError, 4)
+    before = values(params)
+    backward(dict.fromkeys(params.values(), 4))
+    trainer.step(4)
+    after = values(params)
+    assert all(np.array_equal(np.asarray(after[name]), np.asarray(before[name]) - 0.5) for name in params)
 
 
 def test_states_that_a_store_has_saved_are_refused(tmp_path: Path) -> None:

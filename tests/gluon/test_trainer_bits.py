@@ -6,11 +6,10 @@ With 3 workers over shm; in other jobs 10 steps do, as a sum or an update that d
 
 from __future__ import annotations
 
-import functools
 import sys
 import zlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def step(net: Any, trainer: gluon.Trainer, x: Tensor, y: Tensor) -> None:
     trainer.step(1)
 
 
-@functools.cache
+@cache
 def outcomes(transport: str, num_workers: int, num_servers: int) -> list[Any]:
     return run_job(transport, num_workers, num_servers, [bits_of_trainers])
 

@@ -377,6 +377,9 @@ def test_arrays_that_keys_are_pulled_into_do_not_overlap(store):
     same = Tensor(data=np.zeros(4, F32))
     with pytest.raises(ShapeError, match="overlap"):
         store.pull(["a", "b"], [same, same])
+    for outs in ([whole[:4], whole[2:6]], [whole[1:5], whole[:4]]):
+        with pytest.raises(ShapeError, match="overlap in memory, of 'a';"):
+            store.pull("a", outs)
     assert (whole == 99).all()
     empty = np.zeros(0, F32)
     store.pull(["a", "none", "b"], [[whole[:4], whole[:4]], empty, whole[4:]])

@@ -447,6 +447,14 @@ def test_an_attribute_with_the_name_of_a_method_of_the_package_is_refused(
     setattr(net, name, lambda: None)
 
 
+def test_layers_are_not_registered_under_the_name_of_a_method() -> None:
+    net, before = Layer(), ReLU()
+    net.a = before
+    with pytest.raises(DTypeError, match="Layer: forward is a method of Layer"):
+        net.register_layers({"b": ReLU(), "forward": before})
+    assert vars(net) == {"a": before}
+
+
 def test_an_optimizer_that_is_none_is_refused_when_it_is_set() -> None:
     net = Model()
     for value in (5, [1], ReLU()):
