@@ -8,6 +8,7 @@ and recording the step (run.py), the attributes that it sets (attributes.py), wh
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections import Counter
@@ -33,6 +34,7 @@ from ..tensor import Tensor
 from .run import Run
 
 NOTHING = nullcontext()
+LARGE_BYTES = 16 << 20  # of a model's first memory, before which the collector runs: some 50 ms
 Known = dict[Hashable, Hashable]  # values of guards now, by their keys
 
 
@@ -103,6 +105,8 @@ class Record:
         nodes, num_casts, params = keep_copies(nodes, copies)
 
         def make(num_bytes: int) -> Any:
+            if not arenas and num_bytes >= LARGE_BYTES:
+                gc.collect()  # the collector counts objects, not the bytes of models that nobody uses any more
             backend.release_cached_memory()  # what the recorded step used, or both would be held at once
             found = next((arena for arena in arenas if arena.nbytes >= num_bytes), None)
             if found is None:
