@@ -8,8 +8,9 @@ Note [yield order]: nodes are visited in the reverse order of their creation, wh
 and a parameter is yielded as soon as its last use was visited. All ranks that ran the same forward pass
 therefore yield the same parameters in the same order.
 Note [gradient ownership]: an operator's backward may hand on dy itself or a view of it. The engine marks
-such a gradient as shared: it is never written to, and copied before a caller gets it. So is every gradient of a
-script's own operator, which may return an array that it has kept.
+such a gradient as shared: it is never written to, and copied before a caller gets it. A gradient of a script's own
+operator, which may return an array that it has kept or saved, is copied at once: an update that comes before the
+gradient is yielded may change that array.
 Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's
 ``_recomputation`` makes again in backward, from what is kept anyway and with the same bits (the field's activation
 recomputation). Only a sum may be rounded otherwise, as forward made it a part of its norm and backward does not, or the
@@ -36,7 +37,7 @@ from ..tensor import Tensor
 from ..tensor.core import check_alike, check_tensor
 from ..tensor.tracked import is_tracked
 from .changed import kept_unread
-from .results import as_array, check_gradients, row_major_copies
+from .results import as_array, check_gradients, copies, row_major_copies
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
@@ -530,7 +531,7 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
         if (before := gradients.get(source)) is not None:
             before.add(array, context.backend)
             continue
-        is_shared = node.op._is_own
+        is_shared = False
         for other in (*dys, *results[:index], *results[index + 1 :]):
             is_shared = is_shared or (other is not None and shares_memory(array, other))
         gradients[source] = _Gradient(array, is_shared)
@@ -561,7 +562,7 @@ def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tupl
         given = (*dys, *_arrays_in(context.saved, dys[0]))
         recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
     if is_own:
-        results = row_major_copies(context, results)
+        results = copies(context, results)
     if context.input_dtypes is None:
         return results
     dtypes = zip(results, context.input_dtypes, strict=True)

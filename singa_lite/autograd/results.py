@@ -69,11 +69,15 @@ def check_gradients(
 
 def row_major_copies(context: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``arrays``, copied where kernels would not take them; None stays None."""
-    found = []
-    for array in arrays:
-        if array is not None and not is_row_major(array):
-            copy = context.empty(array.shape, array.dtype)
-            context.run("copy", array, out=copy)
-            array = copy
-        found.append(array)
-    return tuple(found)
+    return tuple(array if array is None or is_row_major(array) else _copy(context, array) for array in arrays)
+
+
+def copies(context: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return copies of ``arrays``; None stays None."""
+    return tuple(None if array is None else _copy(context, array) for array in arrays)
+
+
+def _copy(context: Any, array: Any) -> Any:
+    copy = context.empty(array.shape, array.dtype)
+    context.run("copy", array, out=copy)
+    return copy

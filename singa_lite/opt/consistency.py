@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ..autograd.autocast import precision_of
 from ..comm.base import Communicator
-from ..graph.recorder import guard, unrecorded
+from ..graph.recorder import break_graph, guard, steps_since_start, unrecorded
 from ..graph.rounded import note_written
 from ..sync.agree import are_alike, are_equal, by_name, compare, compare_models, compare_progress, digest_of
 from ..sync.base import Scheme, text_of
@@ -147,6 +147,10 @@ class Consistency:
     def make_equal(self, dist: Compared) -> None:
         """Average parameters and optimizer state before an update that keeps them equal, if ranks have other ones."""
         if self.may_differ:
+            if steps_since_start(dist.opt, dist.opt._step_counter):
+                break_graph(
+                    "it averages what an earlier update of the same step has left different on each rank"
+                )
             with unrecorded():
                 self._average(dist)
         guard((self, "parameters may differ"), lambda: self.may_differ)

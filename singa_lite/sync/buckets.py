@@ -30,7 +30,8 @@ class Bucket:
     Attributes:
         key: the names of all parameters, equal on all ranks and in all steps.
         name: of the step's collectives: its options and ``key``, so that ranks with other ones raise.
-        flat: the gradients of ``params``, each at a multiple of the backend's alignment; zeros in between.
+        flat: the gradients of ``params``, each at a multiple of the backend's alignment; zeros in between. It is
+            changed in place.
         grads: each parameter with its part of ``flat``, which holds the gradient to apply in the end.
     """
 
@@ -41,8 +42,20 @@ class Bucket:
         self.alignment = max(1, self.backend.alignment_bytes // self.dtype.itemsize) if is_aligned else 1
         self._spans, size = layout((param.shape for param in params), self.alignment)
         with unrecorded():
-            self.flat = self.backend.zeros((size,), self.dtype)
+            self._flat: Array = self.backend.zeros((size,), self.dtype)
         self.grads = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
+
+    @property
+    def flat(self) -> Array:
+        """The gradients."""
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: Array) -> None:
+        if flat is not self._flat:  # it is after ``bucket.flat *= 2``
+            raise OptionError(
+                "bucket.flat cannot be another array; change it in place: bucket.flat[:] = values"
+            )
 
     def fits(self) -> bool:
         """Return whether the parameters have the shapes and dtypes that they had."""

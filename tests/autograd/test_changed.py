@@ -91,6 +91,27 @@ def test_what_an_operator_of_a_script_has_kept_must_be_as_it_was():
         autograd.gradients(total)
 
 
+class SavedInputs(autograd.Operator):
+    """sum(a * b), whose gradients are the very arrays that it has saved."""
+
+    def forward(self, context, a, b):
+        context.save(a, b)
+        return np.sum(a * b).reshape(1)
+
+    def backward(self, context, dy):
+        a, b = context.saved
+        return b, a
+
+
+def test_a_gradient_that_an_operator_of_a_script_has_saved_is_that_of_the_forward_pass():
+    w, v = parameters()
+    found = {}
+    for param, grad in autograd.backward(SavedInputs()(w, v)):
+        param.set_value(0.0)  # before the other gradient is yielded
+        found[param.name] = to_numpy(grad).tolist()
+    assert found == {"w": FIRST["v"], "v": FIRST["w"]}
+
+
 def test_what_backward_does_not_read_may_change():
     w, v = parameters()
     x = from_numpy(np.array([[1.0, 2.0]], np.float32))

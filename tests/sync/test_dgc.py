@@ -236,6 +236,27 @@ def test_a_recorded_warm_up_has_one_record_a_rung() -> None:
         assert num_records == 4
 
 
+def begun_again(communicator: Any) -> list[list[int]]:
+    """Bytes of each update, eager and recorded, of a warm-up that begins again as its states are taken back."""
+    found = []
+    for use_graph in (False, True):
+        net = made(communicator, use_graph, "dgc:0.01:warmup=4", accumulate=2, momentum=0.9)
+        before, sent = net.optimizer.get_states(), list[int]()
+        for step in range(28):
+            if step == 14:
+                net.optimizer.set_states(before)
+            steps(net, communicator.rank, step, step + 1)
+            sent += [net.optimizer.bytes_sent] if step % 2 else []
+        found.append(sent)
+    return found
+
+
+def test_a_warm_up_begins_again_where_states_from_before_it_are_set() -> None:
+    for eager, recorded in run_ranks(begun_again, 2):
+        assert eager[:7] == eager[7:] and len(set(eager)) > 2
+        assert recorded == eager
+
+
 def test_a_warm_up_of_an_epoch_of_ten_sends_93_times_less() -> None:
     net, size = alone(), 431080
     scheme = find_schemes()["dgc"](net.optimizer.communicator, 1, 1, net.optimizer)

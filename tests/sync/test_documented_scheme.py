@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, opt, sync
+from singa_lite.errors import OptionError
 from singa_lite.layer import Linear, MeanSquareError
 from singa_lite.model import Model
 from singa_lite.sync import find_schemes
+from singa_lite.sync.buckets import Bucket
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -93,3 +95,12 @@ def test_numpy_in_a_scheme_that_does_not_say_is_recordable_is_never_left_out(
         (eager, values, _), (recorded, replayed, [reason]) = found[False], found[True]
         assert eager == recorded and values == replayed
         assert reason is not None and "set is_recordable = True in its class" in reason
+
+
+def test_a_scheme_cannot_put_another_array_in_place_of_the_gradients() -> None:
+    bucket = Bucket([Tensor((3,))], "w", True)
+    before = bucket.flat
+    bucket.flat += 2
+    with pytest.raises(OptionError, match="change it in place"):
+        bucket.flat = bucket.flat * 2
+    assert bucket.flat is before and bucket.flat.tolist()[:3] == [2, 2, 2]

@@ -42,8 +42,8 @@ class Net(model.Model):
         return loss
 
 
-def trained(communicator, plan, use_graph, has_two_calls=False):
-    net = Net(has_two_calls)
+def trained(communicator, plan, use_graph, has_two_calls=False, kind=Net):
+    net = kind(has_two_calls)
     sgd = opt.SGD(opt.ExponentialDecay(0.1, 10, 0.5), momentum=0.9)
     net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, dist_option=plan[0], threshold=20))
     net.compile([Tensor((4, 5))], use_graph=use_graph)
@@ -77,6 +77,31 @@ def test_recorded_steps_have_the_options_of_their_own_step():
         for name, ((sent, values), (sent_again, recorded)) in of_rank.items():
             assert sent == sent_again, name
             np.testing.assert_allclose(recorded, values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+class TwoUpdates(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer(self.loss(self.forward(x), y), self.optimizer.dist_option)
+        loss = self.loss(self.forward(x), y)
+        self.optimizer(loss, "fp32")
+        return loss
+
+
+def local_and_common_updates(communicator):
+    """Parameters of a rank, by option and mode, after steps of a local update and one that keeps ranks equal."""
+    return {
+        (option, graph): trained(communicator, [option] * 6, graph, kind=TwoUpdates)[1]
+        for option in ("localSGD:8", "partialUpdate")
+        for graph in (False, True)
+    }
+
+
+def test_an_update_that_keeps_ranks_equal_averages_what_one_before_it_in_the_step_has_not():
+    of_rank = run_ranks(local_and_common_updates, 3)
+    for (option, graph), values in of_rank[0].items():
+        for other in of_rank[1:]:
+            np.testing.assert_array_equal(other[option, graph], values, err_msg=f"{option} {graph}")
+        np.testing.assert_allclose(values, of_rank[0][option, False], rtol=1e-5, atol=1e-6)
 
 
 def drift(communicator):

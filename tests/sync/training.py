@@ -26,14 +26,23 @@ class Net(model.Model):
 
 
 def made(
-    communicator: Any, use_graph: bool, dist_option: str = "fp32", kind: type[Net] = Net, **sgd: Any
+    communicator: Any,
+    use_graph: bool,
+    dist_option: str = "fp32",
+    kind: type[Net] = Net,
+    accumulate: int = 1,
+    **sgd: Any,
 ) -> Net:
-    """Return a compiled model, with the same parameters on all ranks."""
+    """Return a compiled model, with the same parameters on all ranks; ``sgd``: arguments of SGD."""
     net = kind()
     schedule = opt.ExponentialDecay(0.1, 10, 0.5)
     net.set_optimizer(
         opt.DistOpt(
-            opt.SGD(schedule, **sgd), communicator=communicator, dist_option=dist_option, threshold=20
+            opt.SGD(schedule, **sgd),
+            communicator=communicator,
+            dist_option=dist_option,
+            threshold=20,
+            accumulate=accumulate,
         )
     )
     net.compile([Tensor((4, 5))], use_graph=use_graph)
