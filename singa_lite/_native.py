@@ -41,7 +41,18 @@ def load(name: str) -> tuple[ModuleType | None, str]:
         with contextlib.nullcontext() if module in sys.modules else _few_spins():
             return importlib.import_module(module), "built"
     except ImportError as error:
-        return None, f"{error}; reinstall with `pip install .` and read the compiler's output"
+        return None, f"{error}; {_cure()}"
+
+
+def _cure() -> str:
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if os.path.exists(os.path.join(folder, "setup.py")):
+        # Python looks into a script's folder first, which hides the installed package
+        return (
+            f"singa_lite was imported from its sources in {folder}, which are not built; move the script to another "
+            f"folder, or build them by `pip install --editable {folder}`"
+        )
+    return "reinstall with `pip install .` and read the compiler's output"
 
 
 @contextlib.contextmanager

@@ -188,6 +188,19 @@ def test_a_copy_of_the_sources_builds_without_onednn(wheel, tmp_path):
     assert load_from(tmp_path / "unpacked", "_kernels", "module.onednn == ''").split()[1] == "True"
 
 
+@ON_LINUX
+def test_sources_that_are_not_built_are_named(tmp_path):
+    """As a script beside them would import them, in place of the installed package."""
+    source = copy_sources(tmp_path / "source")
+    (source / "train.py").write_text("from singa_lite import device, opt; device.get_default_device()")
+    done = subprocess.run(
+        [sys.executable, source / "train.py"], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the compiled kernels are missing" in done.stderr
+    assert f"imported from its sources in {source}, which are not built" in done.stderr
+
+
 def test_a_misspelt_switch_is_an_error(tmp_path):
     done = pip_wheel(copy_sources(tmp_path / "source"), tmp_path, SINGA_LITE_ONEDNN="none")
     assert done.returncode != 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, tensor
+from singa_lite import autograd, opt, tensor
 from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, from_numpy, functions, to_numpy
@@ -422,6 +422,7 @@ def changed(name: str, a: Tensor, b: Any) -> object:
 
 
 MASKED = np.ma.array([1.0, 2.0], "f4", mask=[0, 1])
+MATRIX = np.zeros((2, 2), "f4").view(np.matrix)
 
 BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: t(6).reshape((4,)), ShapeError, r"\(6,\) does not fit into \(4,\)"),
@@ -507,6 +508,11 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: from_numpy(MASKED), DTypeError, "data has masked values"),
     (lambda: t(2).copy_from_numpy(MASKED), DTypeError, "np_array has masked values"),
     (lambda: setattr(t(2), "data", MASKED), DTypeError, "array has masked values|got MaskedArray"),
+    (lambda: setattr(t(2, 2), "data", MATRIX), DTypeError, "got a numpy.matrix|got matrix"),
+    (lambda: tensor.from_raw_tensor(MATRIX), DTypeError, "got a numpy.matrix|got matrix"),
+    (lambda: opt.DistOpt().sparsification(MATRIX, None, 1.0, True), DTypeError, "got a numpy.matrix"),
+    (lambda: tensor.from_raw_tensor([1.0]), DTypeError, "expected a raw array of .*, got list"),
+    (lambda: from_numpy(np.array([1, 2], object)), DTypeError, "must be a Tensor or numbers, not object"),
     (lambda: from_numpy(np.array([3_000_000_000], "u4")), DTypeError, "int32 cannot hold"),
     (lambda: Tensor(data=np.array([2**64 - 1], "u8"), dtype="int64"), DTypeError, "int64 cannot hold"),
     (lambda: t(1, dtype="int32").copy_from_numpy(np.array(2**32 - 1, "u4")), DTypeError, "int32 cannot hold"),

@@ -42,6 +42,7 @@ from .checks import as_pairs, check_arrays, check_pair
 from .consistency import Consistency
 from .dist_arguments import check_messages, check_spars, check_updates, check_values
 from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
+from .overrides import warn_of_overrides
 from .schedule import DecayScheduler
 from .sgd import SGD
 from .singa import SingaCalls
@@ -283,6 +284,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             NonFiniteError: with ``check_finite="raise"``, on all ranks.
         """
         check_recorded(loss)
+        if type(self) is not DistOpt:
+            warn_of_overrides(type(self), DistOpt)
         self._check_sent()
         self._guard_attributes()
         if threshold is not None:

@@ -13,6 +13,7 @@ from ..autograd.parts import BackwardPairs
 from ..graph.recorder import break_graph, host
 from ..tensor import Tensor
 from ..tensor.pytree import leaves, rebuild
+from ..users_line import warn
 
 # methods that a script may override: those that every replay runs as host nodes, and those that none can run
 ON_HOST = ("update_all", "apply", "update", "update_pairs", "update_velocity", "step")
@@ -28,6 +29,21 @@ UNRECORDABLE = (
 )
 
 
+# methods of a DistOpt that its calls do not call
+OF_STEPS_BY_HAND = (
+    "all_reduce",
+    "all_reduce_half",
+    "fused_all_reduce",
+    "fused_all_reduce_half",
+    "sparsification",
+    "fused_sparsification",
+    "update",
+    "update_all",
+    "update_pairs",
+    "apply",
+)
+
+
 def updates_in(owner: object) -> set[str]:
     """Return which of ``update_all`` and ``apply`` a class has written, or an optimizer has as attributes."""
     return {"update_all", "apply"} & vars(owner).keys() - {*vars(owner).get("_inherited_methods", ())}
@@ -37,6 +53,15 @@ def replaced_methods(optimizer: object) -> dict[str, Any]:
     """Return by name the functions that were set as attributes of an optimizer instead of methods of its class."""
     held = vars(optimizer)
     return {name: held[name] for name in (*ON_HOST, *UNRECORDABLE) if callable(held.get(name))}
+
+
+def warn_of_overrides(kind: type, base: type) -> None:
+    """Warn where ``kind``, a subclass of the DistOpt ``base``, overrides what SINGA's calls call and ours do not."""
+    if names := sorted(name for name in OF_STEPS_BY_HAND if getattr(kind, name) is not getattr(base, name)):
+        warn(
+            f"{kind.__name__} overrides {', '.join(names)}, which steps by hand alone call, not optimizer(loss); write "
+            "a dist_option (docs/sync.md), or an optimizer for the DistOpt to wrap"
+        )
 
 
 def is_of_package(optimizer: type, name: str) -> bool:

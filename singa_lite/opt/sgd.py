@@ -96,7 +96,7 @@ class SGD(Optimizer):
         return self.value_of("momentum")
 
     def momentum_rule(self, step: int) -> MomentumRule:
-        written = ("update_all", "apply", "update_velocity")
+        written = ("update_all", "apply", "update_pairs", "update_velocity")
         last = next(kind for kind in type(self).__mro__ if any(name in vars(kind) for name in written))
         if "update_velocity" not in vars(last):
             raise OptionError(

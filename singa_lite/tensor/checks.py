@@ -77,7 +77,8 @@ def as_numbers(where: str, name: str, value: object) -> np.ndarray:
     except TypeError as error:  # an array of another library that does not convert by itself
         raise DTypeError(f"{where}: {name} is a {type(value).__name__}: {error}") from None
     if array.dtype.kind not in "biuf" and array.dtype != bfloat16:
-        came = type(value).__name__ if array.dtype.kind == "O" else array.dtype
+        is_array = isinstance(value, np.ndarray) or array.dtype.kind != "O"
+        came = array.dtype if is_array else type(value).__name__
         raise DTypeError(f"{where}: {name} must be a Tensor or numbers, not {came}")
     return array
 
@@ -86,6 +87,13 @@ def check_unmasked(where: str, name: str, value: object) -> None:
     """Raise DTypeError for an array of numpy.ma with masked values, which a Tensor would take for valid ones."""
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray and np.ma.is_masked(value):
         raise DTypeError(f"{where}: {name} has masked values; give them a value, such as by {name}.filled(0)")
+
+
+def check_class(where: str, array: object) -> None:
+    """Raise DTypeError for an array of a class whose operations differ from ndarray's: masked values, numpy.matrix."""
+    check_unmasked(where, "array", array)
+    if isinstance(array, np.matrix):
+        raise DTypeError(f"{where}: expected an ndarray, got a numpy.matrix; pass numpy.asarray(matrix)")
 
 
 def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool = False) -> np.ndarray:
@@ -138,8 +146,8 @@ def is_row_major(array: Any) -> bool:
 
 
 def check_raw(where: str, array: Any) -> None:
-    """Raise ShapeError for a raw array of which a Tensor cannot be made without a copy, DTypeError for a masked one."""
-    check_unmasked(where, "array", array)
+    """Raise ShapeError for a raw array of which a Tensor cannot be made without a copy, DTypeError for its class."""
+    check_class(where, array)
     if not (is_row_major(array) and getattr(array.flags, "writeable", True)):
         raise ShapeError(
             f"{where}: expected a row-major, aligned and writeable array, got one of shape {array.shape} with strides "

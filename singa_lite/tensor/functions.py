@@ -99,7 +99,8 @@ def from_raw_tensor(t: Any) -> Tensor:
     ShapeError: ``t`` is not row-major, aligned and writeable.
     """
     device = get_default_device()
-    as_dtype(getattr(t, "dtype", None))
+    if hasattr(t, "dtype"):
+        as_dtype(t.dtype)
     if not isinstance(t, type(device.backend.allocate((), float32))):
         raise DTypeError(f"from_raw_tensor: expected a raw array of {device}, got {type(t).__name__}")
     expose(t)

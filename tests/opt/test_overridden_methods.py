@@ -530,3 +530,16 @@ def test_a_schedule_is_called_once_a_step_for_parameters_of_two_dtypes() -> None
         _, net = trained(opt.SGD(schedule), use_graph, TwoDtypes)
         calls.append(schedule.calls)
     assert calls[0] == calls[1] and net.graph_info()[0].break_reason is None
+
+
+class Summed(opt.DistOpt):
+    def all_reduce(self, tensor: Any) -> None:
+        super().all_reduce(tensor)
+
+
+def test_a_dist_opt_that_overrides_what_its_calls_do_not_call_is_warned_of() -> None:
+    net = Net()
+    net.set_optimizer(Summed(opt.SGD(0.1)))
+    net.compile([batch(0)[0]])
+    with pytest.warns(UserWarning, match="Summed overrides all_reduce, which steps by hand alone call"):
+        net(*batch(0))

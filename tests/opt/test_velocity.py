@@ -89,6 +89,11 @@ class Twice(opt.SGD):
         super().update_all(pairs)
 
 
+class Halved(opt.SGD):
+    def update_pairs(self, pairs: Any) -> None:
+        super().update_pairs([(param, grad * 0.5) for param, grad in pairs])
+
+
 class Both(Twice):
     def update_velocity(self, pairs: Any) -> None:
         super().update_velocity(pairs)
@@ -98,7 +103,9 @@ class Renamed(Twice):
     """Inherits an update of its own."""
 
 
-@pytest.mark.parametrize(("kind", "named"), [(Signed, "Signed"), (Twice, "Twice"), (Renamed, "Twice")])
+@pytest.mark.parametrize(
+    ("kind", "named"), [(Signed, "Signed"), (Twice, "Twice"), (Halved, "Halved"), (Renamed, "Twice")]
+)
 def test_an_sgd_with_an_update_of_its_own_keeps_its_momentum(kind: type[opt.SGD], named: str) -> None:
     with pytest.raises(OptionError, match=f"{kind.__name__}: {named} has an update of its own"):
         opt.DistOpt(kind(0.1, momentum=0.9), dist_option="dgc:0.1")

@@ -9,6 +9,7 @@ where nothing was compiled.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from ..._native import load
 from ...config import env, is_on
 from ...graph.memory import View
 from ...graph.nodes import Host, Kernel, Node
+from ...users_line import warn
 from ..base import Array, Backend, is_kernel
 from ..formulas import UPDATES
 from ..layout import choose_formats
@@ -29,7 +31,9 @@ class NativeKernels(Backend):
     """Runs what the compiled module supports, in front of a backend that has every kernel."""
 
     def __init__(self) -> None:
-        module, _ = load("_kernels")
+        module, reason = load("_kernels")
+        if module is None and sys.platform == "linux":
+            warn(f"the compiled kernels are missing, and numpy's are many times slower: {reason}")
         self._supported: dict[str, Callable[..., bool]] = {
             name: getattr(module, name)
             for name in dir(module)
