@@ -17,9 +17,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from .rank_wrapper import PR_SET_PDEATHSIG, STOP_SIGNALS
+
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1)  # see Note [requests] in supervise.py
-STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *REQUESTS)
 
 
 class Reaper:

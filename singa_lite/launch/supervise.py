@@ -27,15 +27,14 @@ from ..comm.lost_ranks import report_lost_rank
 from ..comm.progress import ProgressFile
 from .output import RankOutput
 from .process_names import ProcessName
-from .reaper import REQUESTS, STOP_SIGNALS, signal_group
+from .rank_wrapper import DRAIN_S, FINAL_OUTPUT_S, STOP_SIGNALS, name_of
+from .reaper import REQUESTS, signal_group
 
 POLL_S = 0.05  # how soon a rank's end is noticed
 LOOK_S = 0.25  # how soon a noted failure is noticed; each look reads a file
-FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
 # from a noted failure to the first rank's end, which children, threads and functions of atexit may delay for ever
 ALIVE_S = 4.0
 TERM_S = 0.8  # from SIGTERM to SIGKILL; with FINAL_OUTPUT_S under the 4 s in which a launcher must end
-DRAIN_S = 0.5  # output that a dead rank's children may still send
 
 
 @contextlib.contextmanager
@@ -292,9 +291,4 @@ class RunningJob:
 
 def how_ended(code: int) -> str:
     """Return in words how a process with this exit code, negative for a signal, has ended."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal
-        return f"killed by signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"killed by {name_of(-code)}"
