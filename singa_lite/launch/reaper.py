@@ -14,8 +14,10 @@ import glob
 import os
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .rank_wrapper import PR_SET_PDEATHSIG, STOP_SIGNALS
 
@@ -78,6 +80,17 @@ def die_with_launcher() -> Callable[[], None]:
                 os._exit(1)
 
     return call
+
+
+def start_child(command: Sequence[str], **streams: Any) -> subprocess.Popen[bytes]:
+    """Start a process without input, in a session of its own, which dies with this one; ``streams`` as Popen's."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=die_with_launcher(),
+        **streams,
+    )
 
 
 def _reap(reader: int, rendezvous_id: str) -> None:

@@ -39,7 +39,7 @@ from .host_notes import HostNotes
 from .hosts import Host, is_this_host, place
 from .one_host import LaunchOptions, Round, cause_of, common_environment, open_standard_descriptors
 from .process_names import role_names
-from .reaper import REQUESTS, die_with_launcher, signal_group
+from .reaper import REQUESTS, signal_group, start_child
 from .supervise import DRAIN_S, FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
 START_S = 3.0  # for the remote shells, beside the time-out of processes that wait for each other
@@ -188,15 +188,9 @@ def _loss_of_host(
 
 def _unreachable(hosts: Sequence[str], rsh: Sequence[str], signals: Sequence[int]) -> dict[str, str]:
     """Return why the remote shell cannot run a command on some of ``hosts``; nothing once a signal has come."""
+    null = subprocess.DEVNULL
     asked = {
-        host: subprocess.Popen(
-            [*rsh, "-x", host, "true"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_launcher(),
-        )
+        host: start_child([*rsh, "-x", host, "true"], stdout=null, stderr=null)
         for host in hosts
         if not is_this_host(host)
     }
@@ -361,14 +355,7 @@ def _supervise(
     """
     before = _children()
     adopt_orphans(True)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environ,
-        start_new_session=True,
-        preexec_fn=die_with_launcher(),
-    )
+    process = start_child(command, env=environ, stderr=subprocess.PIPE)
     assert process.stderr is not None
     notes.follow(os.dup(process.stderr.fileno()))
     process.stderr.close()
