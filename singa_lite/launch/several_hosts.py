@@ -107,11 +107,9 @@ def launch_host_round(
     """
     started_at = time.time()
     open_standard_descriptors()
-    mpiexec, major_version = find_mpiexec()
-    rsh = _remote_shell(placement)
-    folder = Path.cwd()
     hosts = place(placement.hosts, num_workers, options.num_servers or 0)
-    where = _host_arguments(placement.hosts, hosts, major_version)
+    start = _start_arguments(placement, hosts)
+    folder = Path.cwd()
     copy = FolderCopy(folder, placement.copy_to, placement.rsh) if placement.copy_to else None
     if copy:
         command = _in_folder(command, folder)
@@ -119,41 +117,49 @@ def launch_host_round(
     environ = _environment(placement, options) | progress.environ
     notes, patience_s = HostNotes(len(hosts)), _timeout_s(options) + START_S
     environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement, folder, options, notes.token)
-    wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
-    start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
     try:
         if copy:
             copy.run(sorted(set(hosts)), lambda: bool(signals), patience_s)
         code, is_asked, begun = 0, False, time.monotonic()
         if not signals:
-            arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
+            arguments = [*start, *command]
             with reports_at_sigquit(write_report):
                 code, is_asked = _supervise(arguments, environ, signals, progress, options, notes, patience_s)
         steps, failed = progress.steps(), cause_of(*progress.first_failure())
     finally:
         progress.remove()
-    if signals:
-        name = signal.Signals(signals[0]).name
-        is_well = is_asked and code == 0
-        text = (
-            f"all processes have ended as {name} asked them to"
-            if is_well
-            else f"ended all processes by {name}"
-        )
-        write_report(text)
-        code = 0 if is_well else 128 + signals[0]
     missing = list(dict.fromkeys(host for rank, host in enumerate(hosts) if rank not in notes.started))
     error, waited_s = None, patience_s if code == LATE_CODE else int(time.monotonic() - begun)
+    if signals:
+        code = _report_stop(signals[0], is_well=is_asked and code == 0)
     # the second: ranks on other hosts have given it up first
-    if not signals and (code == LATE_CODE or (code != 0 and missing and waited_s >= _timeout_s(options))):
+    elif code == LATE_CODE or (code != 0 and missing and waited_s >= _timeout_s(options)):
+        code = 1
         error = CommError(
             f"launch: no process has started on {', '.join(missing)} within {waited_s:g} s: the host or its remote "
             "shell does not answer; see --timeout-s if it only needs longer"
         )
-    elif code == LOST_CODE and not signals and not notes.failed:
+    elif code == LOST_CODE and not notes.failed:
         write_report(_loss_of_host(missing, list(dict.fromkeys(hosts)), placement.rsh, signals))
-    has_progress, code = progress.is_there, 1 if error else code
-    return Round(code, failed, steps, started_at, time.time(), error, has_progress)
+    return Round(code, failed, steps, started_at, time.time(), error, progress.is_there)
+
+
+def _start_arguments(placement: Placement, hosts: Sequence[str]) -> list[str]:
+    """Return what starts a process on each of ``hosts``, by rank, before the arguments of Python there."""
+    mpiexec, major_version = find_mpiexec()
+    launcher = ["-launcher", "ssh", "-launcher-exec", _remote_shell(placement)]
+    where = _host_arguments(placement.hosts, hosts, major_version)
+    wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
+    return [mpiexec, *launcher, *where, "-wdir", "/", "-n", str(len(hosts)), *wrapper]
+
+
+def _report_stop(number: int, is_well: bool) -> int:
+    """Report how the processes ended after signal ``number`` to this one; return the launcher's exit code."""
+    name = signal.Signals(number).name
+    write_report(
+        f"all processes have ended as {name} asked them to" if is_well else f"ended all processes by {name}"
+    )
+    return 0 if is_well else 128 + number
 
 
 def _timeout_s(options: LaunchOptions) -> float:
@@ -256,8 +262,7 @@ def _environment(placement: Placement, options: LaunchOptions) -> dict[str, str]
 def _host_arguments(hosts: Sequence[Host], placed: Sequence[str], major_version: int) -> list[str]:
     """Return mpiexec's arguments that start each process on the host where it is ``placed``."""
     arguments = ["-hosts", ",".join(f"{host.name}:{host.num_slots}" for host in hosts)]
-    slots = [host.name for host in hosts for _ in range(host.num_slots)]
-    if list(placed) == [slots[rank % len(slots)] for rank in range(len(placed))]:
+    if list(placed) == place(hosts, len(placed), 0):  # as workers alone, which is mpiexec's own way
         return arguments
     if major_version < 5:
         raise CommError(
@@ -311,20 +316,19 @@ def _describe(
     token: str,
 ) -> str:
     """Return what rank_wrapper.py must know. It travels in the environment, which other users cannot read."""
-    names = role_names(num_workers, len(hosts) - num_workers)
+    num_servers = len(hosts) - num_workers
+    names = role_names(num_workers, num_servers)
     processes = [
         {"name": name.text, "prefix": name.prefix, "log": name.log, "host": host}
         for name, host in zip(names, hosts, strict=True)
     ]
-    environs = {"worker": dict(options.worker_env), "server": dict(options.server_env)}
-    first = hosts if placement.first is None else placement.first
-    num_servers = len(hosts) - num_workers
+    first = placement.first or hosts
     workers = Counter(first[: len(first) - num_servers])
     servers = Counter(first[len(first) - num_servers :])
     return json.dumps(
         {
             "processes": processes,
-            "environ": environs,
+            "environ": {"worker": dict(options.worker_env), "server": dict(options.server_env)},
             "log_dir": str(options.log_dir.absolute()) if options.log_dir else None,
             "folder": str(placement.copy_to or folder),
             "sharing": {host: [workers[host], servers[host]] for host in first},
