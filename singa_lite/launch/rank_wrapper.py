@@ -222,14 +222,14 @@ def main(command: list[str]) -> int:
         return _give_up(job, f"{name} {error}")
     if script.stop_signals:  # the others have them too, and end in their own time
         return code if code >= 0 else 128 - code
-    if code or script.is_lost:
-        note_failure(code or 1, output.distance_to_cause)
-        note(job, "failed")
-    if code >= 0 and (code or script.is_lost):
+    if code == 0 and not script.is_lost:
+        return 0
+    note_failure(code or 1, output.distance_to_cause)
+    note(job, "failed")
+    if code >= 0:
         _report(output, f"{name} failed (exit code {code})")
         script.pause(FINAL_OUTPUT_S)
         abort_job(code or 1)
-    if code >= 0:
         return code
     _report(output, f"{name} was killed by {name_of(-code)}")
     wait_until_read(2)
