@@ -232,10 +232,7 @@ def _figure(numbers: Mapping[str, float | None]) -> Figure:
 def _error(row: Mapping[str, Any]) -> Figure:
     """Return 100 % minus the accuracy."""
     accuracy = _figure(row["accuracy"])
-    mean, lowest, highest = (
-        100 * (1 - value) for value in (accuracy.mean, accuracy.highest, accuracy.lowest)
-    )
-    return Figure(mean, lowest, highest)
+    return Figure(*(100 * (1 - value) for value in (accuracy.mean, accuracy.highest, accuracy.lowest)))
 
 
 def _table(changes: Mapping[str, Mapping[str, Change]], tolerance: float) -> str:

@@ -178,13 +178,11 @@ class Rank:
         """Return the median seconds of a collective of about ``payload`` bytes, from all calls to the last end."""
         rows = -(-payload // (4 * communicator.size))
         array = np.ones((rows * communicator.size,), np.float32)
+        operation = ("mean",) if kind == "all_reduce" else ()
         seconds = []
         for _ in range(NUM_TRANSFERS):
             start = self._begin_together()
-            if kind == "all_reduce":
-                communicator.all_reduce(array, "mean").wait()
-            else:
-                getattr(communicator, kind)(array).wait()
+            getattr(communicator, kind)(array, *operation).wait()
             seconds.append(self._latest([time.perf_counter()])[0] - start)
         return statistics.median(seconds)
 
