@@ -25,7 +25,7 @@ from .datasets import Images, data_set_of
 from .models import MODELS, check_model
 from .page import page
 from .picture import picture
-from .report import Result, as_json, rows_of, table
+from .report import Results, as_json, rows_of, table
 from .runs import FORMAT, TABLE, Provenance, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
@@ -180,12 +180,7 @@ def _add(settings: Settings, runs: Runs, measured: Path, provenance: Provenance)
     runs.add(settings, result)
 
 
-def _report(
-    settings: Sequence[Settings],
-    results: dict[str, list[dict[str, Any]]],
-    target: float | None,
-    runs: Runs,
-) -> None:
+def _report(settings: Sequence[Settings], results: Results, target: float | None, runs: Runs) -> None:
     """Print the table and write it as JSON, HTML and PNG; name the runs in the folder that are left out."""
     first, rows = settings[0], rows_of(results, target, settings[0].synthetic > 0)
     devices = sorted({result["device"] for of_option in results.values() for result in of_option})
@@ -242,7 +237,7 @@ def _heading(settings: Sequence[Settings], devices: Sequence[str], provenance: P
     )
 
 
-def _draw(results: Mapping[str, Sequence[Result]], heading: str, folder: Path) -> list[str]:
+def _draw(results: Results, heading: str, folder: Path) -> list[str]:
     """Write the picture; return its name, or none where matplotlib is not installed, which is said."""
     (folder / PICTURE).unlink(missing_ok=True)  # an older one would show other runs
     drawn = picture(results, heading)
