@@ -12,8 +12,6 @@ fails, become children of this process and are killed at the end.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import re
@@ -30,7 +28,6 @@ from pathlib import Path
 
 from ..comm.inspect_job import reports_at_sigquit
 from ..comm.job import INSTALL
-from ..comm.proc import parents
 from ..comm.progress import NAME, ProgressFile
 from ..config import env
 from ..errors import CommError, OptionError
@@ -39,7 +36,7 @@ from .host_notes import HostNotes
 from .hosts import Host, is_this_host, place
 from .one_host import LaunchOptions, Round, cause_of, common_environment, open_standard_descriptors
 from .process_names import role_names
-from .reaper import REQUESTS, signal_group, start_child
+from .reaper import REQUESTS, adopt_orphans, children_of_this, end_orphans, signal_group, start_child
 from .supervise import DRAIN_S, FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
 START_S = 3.0  # for the remote shells, beside the time-out of processes that wait for each other
@@ -47,8 +44,6 @@ TIMEOUT_S = 300.0  # without SINGA_LITE_TIMEOUT_S, as comm/base.py has it, which
 PROBE_S = 5.0  # for the answer of a host that may be lost
 LATE_CODE = -1  # in place of mpiexec's: not all processes have started in time
 LOST_CODE = 255  # of mpiexec where it cannot reach a host or has lost one
-ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 OF_ANOTHER_JOB = (
     "SINGA_LITE_RANK",
     "SINGA_LITE_WORLD_SIZE",
@@ -357,7 +352,7 @@ def _supervise(
         first signal as a request to stop: if the progress file says that ranks take it as one, and there are no
         servers, as mpiexec sends it to all processes.
     """
-    before = _children()
+    before = children_of_this()
     adopt_orphans(True)
     process = start_child(command, env=environ, stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -395,26 +390,3 @@ def _supervise(
         return LATE_CODE, False
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return code, is_asked
-
-
-def adopt_orphans(is_on: bool) -> None:
-    """Make processes whose parent ends children of this one, if it is an ancestor; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))
-
-
-def end_orphans(before: set[int]) -> None:
-    """Reap all children of this process and theirs but for those of ``before``; kill them if they do not end soon."""
-    deadline = time.monotonic() + ORPHANS_S
-    while children := _children() - before:
-        for pid in children:
-            if time.monotonic() >= deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.01)
-
-
-def _children() -> set[int]:
-    return {pid for pid, parent in parents().items() if parent == os.getpid()}
