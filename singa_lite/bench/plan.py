@@ -70,11 +70,6 @@ def _exchange(
     return together(transfers), bytes_sent(within, size // hosts) + bytes_sent(between, hosts)
 
 
-def predict_all(calibration: Calibration, cluster: Cluster, size: int) -> list[Prediction]:
-    """Return the prediction of every option of the calibration, in its order."""
-    return [predict(calibration, cluster, option, size) for option in calibration.options]
-
-
 def is_shorter(one: Prediction, other: Prediction) -> bool:
     """Return whether a step is shorter than another by more than rounding."""
     return one.seconds < other.seconds * (1 - TIE)
@@ -119,7 +114,7 @@ def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> 
     lines = [calibration.about] if calibration.about else []
     best = []
     for size in sizes:
-        found = predict_all(calibration, cluster, size)
+        found = [predict(calibration, cluster, option, size) for option in calibration.options]
         plain = next(one.seconds for one in found if one.option == "fp32")
         fastest = shortest(found)
         best.append(f"{size} ranks: {fastest.option}")

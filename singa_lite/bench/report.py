@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -106,17 +106,8 @@ def table(rows: Sequence[Row], target: float | None) -> str:
     return markdown_table(list(columns[0]), [list(cells.values()) for cells in columns])
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows as JSON objects, a figure as an object too."""
-    return [asdict(row) for row in rows]
-
-
 def _row(
-    option: str,
-    results: Sequence[Result],
-    reference: float | None,
-    target: float | None,
-    is_synthetic: bool,
+    option: str, results: Sequence[Result], reference: float | None, target: float | None, is_synthetic: bool
 ) -> Row:
     reached = [when_reached(run, target) for run in results] if target is not None else []
     there = [evaluation for evaluation in reached if evaluation is not None]

@@ -25,7 +25,7 @@ from .datasets import Images, data_set_of
 from .models import MODELS, check_model
 from .page import page
 from .picture import picture
-from .report import Results, as_json, rows_of, table
+from .report import Results, rows_of, table
 from .runs import FORMAT, TABLE, Provenance, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
@@ -192,7 +192,7 @@ def _report(settings: Sequence[Settings], results: Results, target: float | None
         "seeds": _seeds(settings),
         "target": target,
         "devices": devices,
-        "rows": _without_nan(as_json(rows)),
+        "rows": _without_nan([asdict(row) for row in rows]),
         "runs": {
             option: [runs.path(each).name for each in settings if each.option == option] for option in results
         },
