@@ -240,11 +240,7 @@ def software_facts() -> dict[str, str]:
     except PackageNotFoundError:  # used from a folder on Python's path
         ours = "not installed"
     digest = _hash_of(*(part for path in files for part in (path.name.encode(), path.read_bytes())))
-    return {
-        "singa-lite": f"{ours} {digest}",
-        "Python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+    return {"singa-lite": f"{ours} {digest}", "Python": platform.python_version(), "numpy": np.__version__}
 
 
 def _hash_of(*parts: bytes) -> str:

@@ -66,7 +66,7 @@ class Placement:
     """
 
     hosts: Sequence[Host]
-    rsh: Sequence[str] = ("ssh",)
+    rsh: Sequence[str]
     copy_to: Path | None = None
     first: Sequence[str] | None = None
 

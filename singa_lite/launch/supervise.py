@@ -261,19 +261,16 @@ class RunningJob:
             new = self.signals[self._num_noticed :]  # of several at a time one that is not a request counts
             number = next((each for each in new if each not in REQUESTS), new[-1])
             self._num_noticed += len(new)
-            takers = self._takers() if number in REQUESTS else []
+            is_request = number in REQUESTS
+            takers = [rank for rank in self.progress.takers() if rank in self._running] if is_request else []
             for rank in takers:
                 self.processes[rank].send_signal(number)
             if takers and not self._is_asked:
                 self._is_asked = True
                 self._stop_deadline = time.monotonic() + self._stop_timeout_s
-            elif not takers and not (self._is_asked and number in REQUESTS):
+            elif not takers and not (self._is_asked and is_request):
                 self._signal_running(number)
                 self._end_after(FINAL_OUTPUT_S)
-
-    def _takers(self) -> list[int]:
-        """Return the running ranks that take signals as requests to stop."""
-        return [rank for rank in self.progress.takers() if rank in self._running]
 
     def _end_after(self, seconds: float) -> None:
         if not self._endings:
