@@ -376,7 +376,7 @@ def _supervise(
                 is_asked = may_ask and bool(progress.takers()) and not options.num_servers
                 process.send_signal(signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM)
                 deadline = time.monotonic() + (options.stop_timeout_s if is_asked else FINAL_OUTPUT_S)
-            if time.monotonic() >= deadline or is_second:
+            if is_second or (endings and time.monotonic() >= deadline):
                 process.send_signal(signal.SIGKILL if is_second else endings.pop(0))
                 deadline = time.monotonic() + TERM_S
     finally:
