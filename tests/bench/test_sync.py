@@ -579,6 +579,7 @@ def test_a_threshold_is_taken_out_of_the_option():
         (["--options", "fp32,fp23"], "'fp23' is not known"),
         (["--options", "fp32,sparseTopK:2"], "must be in (0, 1]"),
         (["--options", "fp32:threshold=1:threshold=2"], "threshold once"),
+        (["--options", f"fp32:threshold={'9' * 5000}"], "threshold once, an int >= 0"),
         (["--options", "fp32,fp32"], "one twice"),
         (["--options", "fp32", "--seeds", "0,0"], "one twice"),
         (["--options", "fp32", "--seeds", "0,x"], "expected ints"),
