@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from .calibration import Calibration
@@ -91,18 +92,15 @@ def paying_ranges(calibration: Calibration, cluster: Cluster, option: str) -> li
     number is None if it is up to MOST_HOSTS hosts. Ranks fill whole hosts, at least two; beyond 256 hosts the search
     goes in steps of 1 %.
     """
-    found: list[tuple[int, int | None]] = []
-    first = None
-    for hosts in _host_counts():
-        size = hosts * cluster.per_host
+
+    def is_paying(size: int) -> bool:
         own, plain = (predict(calibration, cluster, name, size) for name in (option, "fp32"))
-        pays = is_shorter(own, plain)
-        if pays and first is None:
-            first = size
-        if not pays and first is not None:
-            found.append((first, size))
-            first = None
-    return found if first is None else [*found, (first, None)]
+        return is_shorter(own, plain)
+
+    sizes = (hosts * cluster.per_host for hosts in _host_counts())
+    firsts = [(pays, next(group)) for pays, group in groupby(sizes, is_paying)]
+    ends = [*(first for _, first in firsts[1:]), None]
+    return [(first, end) for (pays, first), end in zip(firsts, ends, strict=True) if pays]
 
 
 def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> str:
