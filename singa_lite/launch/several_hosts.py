@@ -364,7 +364,7 @@ def _supervise(
     try:
         while process.poll() is None:
             time.sleep(POLL_S)
-            if time.monotonic() >= start_deadline and not signals and not is_late:
+            if time.monotonic() >= start_deadline and not signals:
                 start_deadline, is_late = float("inf"), not notes.have_all_started
                 if is_late:
                     process.kill()
