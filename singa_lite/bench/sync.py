@@ -25,7 +25,7 @@ from .datasets import Images, data_set_of
 from .models import MODELS, check_model
 from .page import page
 from .picture import picture
-from .report import Results, rows_of, table
+from .report import Result, Results, rows_of, table
 from .runs import FORMAT, TABLE, Provenance, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
@@ -118,15 +118,19 @@ def compare(
                 how = f"finished before, {runs.path(each)}"
                 how += "" if trace is None else "; its trace is not written again"
             say(f"{start}: accuracy {100 * result['accuracy']:.2f} %, {how}")
-            for reason in result["break_reasons"]:
-                say(f"  steps ran eagerly: {reason}")
-            if not result["parts_ms"]:
-                say(
-                    "  the parts of a step are left out: it has several updates, and they are known of the last alone"
-                )
+            _say_limits(result)
             results[each.option].append(result)
         _report(settings, results, target, runs)
     return 0
+
+
+def _say_limits(result: Result) -> None:
+    for reason in result["break_reasons"]:
+        say(f"  steps ran eagerly: {reason}")
+    if not result["parts_ms"]:
+        say(
+            "  the parts of a step are left out: it has several updates, and they are known of the last alone"
+        )
 
 
 def _trace_of(trace: Path | None, settings: Settings) -> Path | None:
