@@ -86,15 +86,10 @@ def die_with_launcher() -> Callable[[], None]:
     return call
 
 
-def start_child(command: Sequence[str], **streams: Any) -> subprocess.Popen[bytes]:
-    """Start a process without input, in a session of its own, which dies with this one; ``streams`` as Popen's."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=die_with_launcher(),
-        **streams,
-    )
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # Any: they are Popen's
+    """Start a process without input, in a session of its own, which dies with this one."""
+    null, end = subprocess.DEVNULL, die_with_launcher()
+    return subprocess.Popen(command, stdin=null, start_new_session=True, preexec_fn=end, **options)
 
 
 def adopt_orphans(is_on: bool) -> None:
@@ -106,7 +101,7 @@ def adopt_orphans(is_on: bool) -> None:
 def end_orphans(before: set[int]) -> None:
     """Reap all children of this process and theirs but for those of ``before``; kill them if they do not end soon."""
     deadline = time.monotonic() + ORPHANS_S
-    while children := children_of_this() - before:
+    while children := own_children() - before:
         for pid in children:
             if time.monotonic() >= deadline:
                 with contextlib.suppress(ProcessLookupError):
@@ -116,7 +111,7 @@ def end_orphans(before: set[int]) -> None:
         time.sleep(0.01)
 
 
-def children_of_this() -> set[int]:
+def own_children() -> set[int]:
     """Return the children of this process."""
     return {pid for pid, parent in parents().items() if parent == os.getpid()}
 

@@ -36,7 +36,7 @@ from .host_notes import HostNotes
 from .hosts import Host, is_this_host, place
 from .one_host import LaunchOptions, Round, cause_of, common_environment, open_standard_descriptors
 from .process_names import role_names
-from .reaper import REQUESTS, adopt_orphans, children_of_this, end_orphans, signal_group, start_child
+from .reaper import REQUESTS, adopt_orphans, end_orphans, own_children, signal_group, start_child
 from .supervise import DRAIN_S, FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
 START_S = 3.0  # for the remote shells, beside the time-out of processes that wait for each other
@@ -352,7 +352,7 @@ def _supervise(
         first signal as a request to stop: if the progress file says that ranks take it as one, and there are no
         servers, as mpiexec sends it to all processes.
     """
-    before = children_of_this()
+    before = own_children()
     adopt_orphans(True)
     process = start_child(command, env=environ, stderr=subprocess.PIPE)
     assert process.stderr is not None
