@@ -223,7 +223,7 @@ def machine_facts() -> dict[str, Any]:
     names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
     return {
         "processor": " + ".join(sorted(names)) or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": threads_per_rank(1),  # all that this process may use
         "system": f"{platform.system()} {platform.machine()}",
         "host": platform.node(),
     }

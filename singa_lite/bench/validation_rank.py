@@ -26,6 +26,7 @@ from ..comm.link_communicator import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from ..files import atomic_file
 from .calibration import Calibration, calibration_from
+from .cost import Network, ring_all_reduce
 from .measure import PLAIN, WARM_UP, Alone, LoneStepTimes, Training, Workload, calibration_of, timed
 from .wire_bytes import messages_of, options_of, word_of
 
@@ -171,7 +172,7 @@ class Rank:
         link, size = self._communicator, self._communicator.size
         if not isinstance(link, LinkCommunicator) or size == 1:
             return 0.0
-        own_s = 2 * (size - 1) * (SHORT / size * 8 / link.link.bits_per_s + link.link.latency_ns / 1e9)
+        own_s = ring_all_reduce(Network.of_link(link.link), SHORT, size).total_s
         return max(0.0, self._time_collective(link, "all_reduce", SHORT) - own_s)
 
     def _time_collective(self, communicator: Communicator, kind: str, payload: int) -> float:

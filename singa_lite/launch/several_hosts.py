@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.inspect_job import reports_at_sigquit
-from ..comm.job import INSTALL
+from ..comm.job import INSTALL, OWN_VARIABLES
 from ..comm.progress import NAME, ProgressFile
 from ..config import env
 from ..errors import CommError, OptionError
@@ -44,12 +44,7 @@ TIMEOUT_S = 300.0  # without SINGA_LITE_TIMEOUT_S, as comm/base.py has it, which
 PROBE_S = 5.0  # for the answer of a host that may be lost
 LATE_CODE = -1  # in place of mpiexec's: not all processes have started in time
 LOST_CODE = 255  # of mpiexec where it cannot reach a host or has lost one
-OF_ANOTHER_JOB = (
-    "SINGA_LITE_RANK",
-    "SINGA_LITE_WORLD_SIZE",
-    "SINGA_LITE_RENDEZVOUS_ID",
-    "SINGA_LITE_LAUNCHER_PID",
-)
+OF_ANOTHER_JOB = (*OWN_VARIABLES, "SINGA_LITE_LAUNCHER_PID")
 
 
 @dataclass(frozen=True)
