@@ -163,13 +163,13 @@ def launch_round(
     rendezvous_id, started_at = os.urandom(16).hex(), time.time()
     names = _names(num_workers, options)
     try:
-        job = RunningJob(rendezvous_id, names, output, options.exit_timeout_s, options.stop_timeout_s)
+        timeouts = options.exit_timeout_s, options.stop_timeout_s
+        job = RunningJob(rendezvous_id, names, output, signals, *timeouts)
         reaper = Reaper(rendezvous_id)
     except OSError as error:
         remove_segments(rendezvous_id)
         failed = CannotStart(f"launch: cannot start {len(names)} processes: {_with_help(error)}")
         return Round(1, None, [None] * len(names), started_at, time.time(), failed)
-    job.signals = signals
     failure: CommError | None = None
     try:
         with reports_at_sigquit(output.report, options.log_dir, rendezvous_id):

@@ -69,11 +69,10 @@ class RunningJob:
         rendezvous_id: of their world.
         names: of the ranks.
         output: of the ranks, one for all rounds.
+        signals: those that have come to this process, see ``noted_signals``.
         exit_timeout_s, stop_timeout_s: see ``LaunchOptions``.
 
     Attributes:
-        signals: those that have come to this process, see ``noted_signals``.
-        output: of the ranks.
         progress: how far they are.
         ended_at: when the first of them failed, by ``time.time``; None: none has.
     """
@@ -83,6 +82,7 @@ class RunningJob:
         rendezvous_id: str,
         names: Sequence[ProcessName],
         output: RankOutput,
+        signals: Sequence[int],
         exit_timeout_s: float,
         stop_timeout_s: float,
     ) -> None:
@@ -97,7 +97,7 @@ class RunningJob:
         self._failures: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
         self._ended_before: list[int] = []  # with 0, before the first failure
         self._running: set[int] = set()
-        self.signals: Sequence[int] = ()
+        self.signals = signals
         self._num_noticed = 0  # of them
         self._exit_timeout_s, self._exit_deadline = exit_timeout_s, float("inf")
         self._stop_timeout_s, self._stop_deadline = stop_timeout_s, float("inf")
