@@ -40,8 +40,8 @@ own.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``singa-lite bench allreduce`` with these arguments (None: those of this process); returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Run ``singa-lite bench allreduce`` with these arguments; returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     return run_command(parser, lambda: compare(plan(given), given.json))

@@ -38,8 +38,8 @@ partialUpdate:threshold=50000, is that of DistOpt. The target does not change ru
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``singa-lite bench sync`` with these arguments (None: those of this process); returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Run ``singa-lite bench sync`` with these arguments; returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     return run_command(parser, lambda: compare(plan(given), given.target, given.out, given.data, given.trace))
