@@ -146,7 +146,7 @@ class RankOutput:
         stderr = _descriptor(sys.stderr) if stderr is None else stderr
         sink = Sink(stdout, may_drop=log_dir is not None)
         self._sinks = {"stdout": sink, "stderr": sink}  # one, to keep the order of lines
-        if not _is_same_file(stdout, stderr):
+        if stdout is None or stderr is None or not os.path.sameopenfile(stdout, stderr):
             self._sinks["stderr"] = Sink(stderr, may_drop=log_dir is not None)
         self._log_dir, self._log_files = log_dir, dict[str, Sink]()
         self._bar = b""  # rank 0's open line on the terminal
@@ -259,8 +259,3 @@ def _descriptor(stream: TextIO | None) -> int | None:
         return stream.fileno() if stream is not None else None
     except (OSError, ValueError):  # replaced by one without a file, or closed
         return None
-
-
-def _is_same_file(one: int | None, other: int | None) -> bool:
-    """Return whether two descriptors are one terminal, pipe or file."""
-    return one is not None and other is not None and os.path.sameopenfile(one, other)
