@@ -40,8 +40,8 @@ own.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``singa-lite bench allreduce`` with these arguments (None: those of this process); returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Run ``singa-lite bench allreduce`` with these arguments; returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     return run_command(parser, lambda: compare(plan(given), given.json))
@@ -148,7 +148,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _bytes(word: str) -> int:
     """Return the bytes of "4096", "64k" or "16m"."""
-    match = re.fullmatch(r"(?a:(\d+)([km]?))", word)
+    match = re.fullmatch(r"(?a:(\d{1,18})([km]?))", word)  # Python reads no number of thousands of digits
     if match is None or int(match[1]) < 1:
         raise OptionError(f"bench: --sizes: {word!r}: expected bytes such as 4096, 64k or 16m")
     return int(match[1]) * UNITS[match[2]]

@@ -7,8 +7,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..errors import OptionError, SingaLiteError, check_int
 from ..launch.one_host import MAX_RANKS
@@ -55,13 +54,13 @@ def markdown_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def read_list(option: str, text: str, known: Any = None) -> list[str]:
+def read_list(option: str, text: str, known: Collection[str] | None = None) -> list[str]:
     """Return the words of "a,b,c".
 
     Args:
         option: names it in errors, without "--".
         text: at least one word, none twice.
-        known: the words there are (a collection); None: any.
+        known: the words there are; None: any.
 
     Raises:
         OptionError: another text.
@@ -71,10 +70,9 @@ def read_list(option: str, text: str, known: Any = None) -> list[str]:
         raise OptionError(f"bench: --{option} {text!r}: expected names with commas between, and one is empty")
     if len(set(words)) < len(words):
         raise OptionError(f"bench: --{option} {text} has one twice; leave it out")
-    if known is not None:
-        for word in words:
-            if word not in known:
-                raise OptionError(f"bench: --{option}: {word!r} is not known; choose of {', '.join(known)}")
+    for word in words:
+        if known is not None and word not in known:
+            raise OptionError(f"bench: --{option}: {word!r} is not known; choose of {', '.join(known)}")
     return words
 
 

@@ -70,8 +70,8 @@ class Change:
         return f"{ratio} ({' to '.join(means)}){', WORSE' if self.is_worse(tolerance) else ''}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``singa-lite bench compare`` with these arguments (None: those of this process); returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Run ``singa-lite bench compare`` with these arguments; returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite bench compare", description=__doc__, epilog=EPILOG)
     parser.add_argument("a", type=Path, metavar="A", help="folder, or its table.json")
     parser.add_argument("b", type=Path, metavar="B", help="likewise")
@@ -232,10 +232,7 @@ def _figure(numbers: Mapping[str, float | None]) -> Figure:
 def _error(row: Mapping[str, Any]) -> Figure:
     """Return 100 % minus the accuracy."""
     accuracy = _figure(row["accuracy"])
-    mean, lowest, highest = (
-        100 * (1 - value) for value in (accuracy.mean, accuracy.highest, accuracy.lowest)
-    )
-    return Figure(mean, lowest, highest)
+    return Figure(*(100 * (1 - value) for value in (accuracy.mean, accuracy.highest, accuracy.lowest)))
 
 
 def _table(changes: Mapping[str, Mapping[str, Change]], tolerance: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .report import Result, Row, cells_of
+from .report import Result, Results, Row, cells_of
 
 WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 460, 320, 56, 44, 12  # of a chart, in CSS pixels
 # six of Okabe and Ito, and two more
@@ -60,14 +60,12 @@ class Axis:
         return [value for value in found if self.low <= value <= self.high]
 
 
-def page(
-    rows: Sequence[Row], results: Mapping[str, Sequence[Result]], heading: str, target: float | None
-) -> str:
+def page(rows: Sequence[Row], results: Results, heading: str, target: float | None) -> str:
     """Return the HTML text.
 
     Args:
         rows: of the table, at least one.
-        results: option -> the results of its seeds.
+        results: what the charts show.
         heading: lines that say how the runs were made.
         target: accuracy, 0 to 1, that the table has columns of; None: it has none.
     """
@@ -92,13 +90,13 @@ def _table(lines: Sequence[Mapping[str, str]]) -> str:
 
 def _legend(options: Sequence[str]) -> str:
     marks = (
-        f'<span style="color:{_colour(number)}">&#9632;</span> {escape(option)}'
+        f'<span style="color:{colour_of(number)}">&#9632;</span> {escape(option)}'
         for number, option in enumerate(options)
     )
     return " &#160; ".join(marks)
 
 
-def _chart(label: str, results: Mapping[str, Sequence[Result]], name: str, scale: float) -> str:
+def _chart(label: str, results: Results, name: str, scale: float) -> str:
     """Return an SVG of the error over one of the numbers of evaluations."""
     lines = [
         (number, points_of(run, name, scale)) for number, runs in enumerate(results.values()) for run in runs
@@ -106,7 +104,7 @@ def _chart(label: str, results: Mapping[str, Sequence[Result]], name: str, scale
     across = Axis.over([x for _, points in lines for x, _ in points], LEFT, WIDTH - MARGIN)
     up = Axis.over([y for _, points in lines for _, y in points], HEIGHT - BOTTOM, MARGIN)
     drawn = "\n".join(
-        f'<polyline fill="none" stroke="{_colour(number)}" stroke-opacity="0.8" stroke-width="1.5" points="'
+        f'<polyline fill="none" stroke="{colour_of(number)}" stroke-opacity="0.8" stroke-width="1.5" points="'
         + " ".join(f"{across.position(x):.1f},{up.position(y):.1f}" for x, y in points)
         + '"/>'
         for number, points in lines
@@ -141,5 +139,6 @@ def points_of(run: Result, name: str, scale: float) -> list[tuple[float, float]]
     return [(x, max(error, LEAST_ERROR)) for x, error in found if x > 0]
 
 
-def _colour(number: int) -> str:
+def colour_of(number: int) -> str:
+    """Return the colour of an option by its place among all."""
     return COLOURS[number % len(COLOURS)]

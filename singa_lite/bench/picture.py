@@ -4,23 +4,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .page import CHARTS, COLOURS, points_of
-from .report import Result
+from .page import CHARTS, colour_of, points_of
+from .report import Results
 
 INCHES, DPI = (15.0, 5.5), 100
 
 
-def picture(results: Mapping[str, Sequence[Result]], heading: str) -> bytes | None:
-    """Return a PNG with the charts of ``page``; None where matplotlib is not installed.
-
-    Args:
-        results: option -> the results of its seeds.
-        heading: lines that say how the runs were made.
-    """
+def picture(results: Results, heading: str) -> bytes | None:
+    """Return a PNG with the charts of ``page`` below the heading; None where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter
@@ -34,7 +28,7 @@ def picture(results: Mapping[str, Sequence[Result]], heading: str) -> bytes | No
             for run in runs:
                 xs, ys = np.array(points_of(run, name, scale)).reshape(-1, 2).T
                 legend = option if run is runs[0] else None  # a line for an option, not for each seed
-                axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], alpha=0.8, marker=".", label=legend)
+                axes.plot(xs, ys, color=colour_of(number), alpha=0.8, marker=".", label=legend)
         axes.set(xlabel=label, ylabel="evaluation error, %")
         if any(line.get_xdata().size for line in axes.lines):  # a world of one sends no bytes
             axes.set(xscale="log", yscale="log")

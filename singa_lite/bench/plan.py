@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from .calibration import Calibration
@@ -70,11 +71,6 @@ def _exchange(
     return together(transfers), bytes_sent(within, size // hosts) + bytes_sent(between, hosts)
 
 
-def predict_all(calibration: Calibration, cluster: Cluster, size: int) -> list[Prediction]:
-    """Return the prediction of every option of the calibration, in its order."""
-    return [predict(calibration, cluster, option, size) for option in calibration.options]
-
-
 def is_shorter(one: Prediction, other: Prediction) -> bool:
     """Return whether a step is shorter than another by more than rounding."""
     return one.seconds < other.seconds * (1 - TIE)
@@ -96,18 +92,15 @@ def paying_ranges(calibration: Calibration, cluster: Cluster, option: str) -> li
     number is None if it is up to MOST_HOSTS hosts. Ranks fill whole hosts, at least two; beyond 256 hosts the search
     goes in steps of 1 %.
     """
-    found: list[tuple[int, int | None]] = []
-    first = None
-    for hosts in _host_counts():
-        size = hosts * cluster.per_host
+
+    def is_paying(size: int) -> bool:
         own, plain = (predict(calibration, cluster, name, size) for name in (option, "fp32"))
-        pays = is_shorter(own, plain)
-        if pays and first is None:
-            first = size
-        if not pays and first is not None:
-            found.append((first, size))
-            first = None
-    return found if first is None else [*found, (first, None)]
+        return is_shorter(own, plain)
+
+    sizes = (hosts * cluster.per_host for hosts in _host_counts())
+    firsts = [(pays, next(group)) for pays, group in groupby(sizes, is_paying)]
+    ends = [*(first for _, first in firsts[1:]), None]
+    return [(first, end) for (pays, first), end in zip(firsts, ends, strict=True) if pays]
 
 
 def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> str:
@@ -119,7 +112,7 @@ def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> 
     lines = [calibration.about] if calibration.about else []
     best = []
     for size in sizes:
-        found = predict_all(calibration, cluster, size)
+        found = [predict(calibration, cluster, option, size) for option in calibration.options]
         plain = next(one.seconds for one in found if one.option == "fp32")
         fastest = shortest(found)
         best.append(f"{size} ranks: {fastest.option}")

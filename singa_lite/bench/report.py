@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from .command import markdown_table
 from .train import split_threshold
 
 Result = Mapping[str, Any]  # JSON of a run
+Results = Mapping[str, Sequence[Result]]  # option -> those of its seeds, at least one each
 PARTS = ("compute", "pack", "compress", "wire", "wait", "decompress", "update")  # with a column each
 
 
@@ -86,16 +87,8 @@ class Row:
     is_synthetic: bool = False
 
 
-def rows_of(
-    runs: Mapping[str, Sequence[Result]], target: float | None, is_synthetic: bool = False
-) -> list[Row]:
-    """Return a row for each option.
-
-    Args:
-        runs: option -> the results of its seeds, at least one each.
-        target: accuracy, 0 to 1; None: no run reaches it.
-        is_synthetic: of the rows.
-    """
+def rows_of(runs: Results, target: float | None, is_synthetic: bool = False) -> list[Row]:
+    """Return a row for each option; ``target`` is an accuracy, 0 to 1, or None, which no run reaches."""
     plain = [option for option in runs if _is_fp32(option)]
     reference = statistics.fmean(_run_bytes(run) for run in runs[plain[0]]) if plain else None
     return [_row(option, results, reference, target, is_synthetic) for option, results in runs.items()]
@@ -113,17 +106,8 @@ def table(rows: Sequence[Row], target: float | None) -> str:
     return markdown_table(list(columns[0]), [list(cells.values()) for cells in columns])
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows as JSON objects, a figure as an object too."""
-    return [asdict(row) for row in rows]
-
-
 def _row(
-    option: str,
-    results: Sequence[Result],
-    reference: float | None,
-    target: float | None,
-    is_synthetic: bool,
+    option: str, results: Sequence[Result], reference: float | None, target: float | None, is_synthetic: bool
 ) -> Row:
     reached = [when_reached(run, target) for run in results] if target is not None else []
     there = [evaluation for evaluation in reached if evaluation is not None]

@@ -223,7 +223,7 @@ def machine_facts() -> dict[str, Any]:
     names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
     return {
         "processor": " + ".join(sorted(names)) or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": threads_per_rank(1),  # all that this process may use
         "system": f"{platform.system()} {platform.machine()}",
         "host": platform.node(),
     }
@@ -240,11 +240,7 @@ def software_facts() -> dict[str, str]:
     except PackageNotFoundError:  # used from a folder on Python's path
         ours = "not installed"
     digest = _hash_of(*(part for path in files for part in (path.name.encode(), path.read_bytes())))
-    return {
-        "singa-lite": f"{ours} {digest}",
-        "Python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+    return {"singa-lite": f"{ours} {digest}", "Python": platform.python_version(), "numpy": np.__version__}
 
 
 def _hash_of(*parts: bytes) -> str:

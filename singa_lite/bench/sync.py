@@ -25,7 +25,7 @@ from .datasets import Images, data_set_of
 from .models import MODELS, check_model
 from .page import page
 from .picture import picture
-from .report import Result, as_json, rows_of, table
+from .report import Result, Results, rows_of, table
 from .runs import FORMAT, TABLE, Provenance, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
@@ -38,8 +38,8 @@ partialUpdate:threshold=50000, is that of DistOpt. The target does not change ru
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``singa-lite bench sync`` with these arguments (None: those of this process); returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Run ``singa-lite bench sync`` with these arguments; returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     return run_command(parser, lambda: compare(plan(given), given.target, given.out, given.data, given.trace))
@@ -118,15 +118,19 @@ def compare(
                 how = f"finished before, {runs.path(each)}"
                 how += "" if trace is None else "; its trace is not written again"
             say(f"{start}: accuracy {100 * result['accuracy']:.2f} %, {how}")
-            for reason in result["break_reasons"]:
-                say(f"  steps ran eagerly: {reason}")
-            if not result["parts_ms"]:
-                say(
-                    "  the parts of a step are left out: it has several updates, and they are known of the last alone"
-                )
+            _say_limits(result)
             results[each.option].append(result)
         _report(settings, results, target, runs)
     return 0
+
+
+def _say_limits(result: Result) -> None:
+    for reason in result["break_reasons"]:
+        say(f"  steps ran eagerly: {reason}")
+    if not result["parts_ms"]:
+        say(
+            "  the parts of a step are left out: it has several updates, and they are known of the last alone"
+        )
 
 
 def _trace_of(trace: Path | None, settings: Settings) -> Path | None:
@@ -180,12 +184,7 @@ def _add(settings: Settings, runs: Runs, measured: Path, provenance: Provenance)
     runs.add(settings, result)
 
 
-def _report(
-    settings: Sequence[Settings],
-    results: dict[str, list[dict[str, Any]]],
-    target: float | None,
-    runs: Runs,
-) -> None:
+def _report(settings: Sequence[Settings], results: Results, target: float | None, runs: Runs) -> None:
     """Print the table and write it as JSON, HTML and PNG; name the runs in the folder that are left out."""
     first, rows = settings[0], rows_of(results, target, settings[0].synthetic > 0)
     devices = sorted({result["device"] for of_option in results.values() for result in of_option})
@@ -197,7 +196,7 @@ def _report(
         "seeds": _seeds(settings),
         "target": target,
         "devices": devices,
-        "rows": _without_nan(as_json(rows)),
+        "rows": _without_nan([asdict(row) for row in rows]),
         "runs": {
             option: [runs.path(each).name for each in settings if each.option == option] for option in results
         },
@@ -242,7 +241,7 @@ def _heading(settings: Sequence[Settings], devices: Sequence[str], provenance: P
     )
 
 
-def _draw(results: Mapping[str, Sequence[Result]], heading: str, folder: Path) -> list[str]:
+def _draw(results: Results, heading: str, folder: Path) -> list[str]:
     """Write the picture; return its name, or none where matplotlib is not installed, which is said."""
     (folder / PICTURE).unlink(missing_ok=True)  # an older one would show other runs
     drawn = picture(results, heading)

@@ -56,7 +56,8 @@ def split_threshold(option: str) -> tuple[str, int]:
     """
     parts = option.split(":")
     given = [part.removeprefix("threshold=") for part in parts if part.startswith("threshold=")]
-    if len(given) > 1 or not all(value.isdecimal() for value in given):
+    # by their length first, as Python reads no number of thousands of digits
+    if len(given) > 1 or not all(len(value) < 19 and value.isdecimal() for value in given):
         raise OptionError(f"bench: {option!r} must give threshold once, an int >= 0: threshold=50000")
     rest = ":".join(part for part in parts if not part.startswith("threshold="))
     read_dist_option(rest)

@@ -26,6 +26,7 @@ from ..comm.link_communicator import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from ..files import atomic_file
 from .calibration import Calibration, calibration_from
+from .cost import Network, ring_all_reduce
 from .measure import PLAIN, WARM_UP, Alone, LoneStepTimes, Training, Workload, calibration_of, timed
 from .wire_bytes import messages_of, options_of, word_of
 
@@ -171,20 +172,18 @@ class Rank:
         link, size = self._communicator, self._communicator.size
         if not isinstance(link, LinkCommunicator) or size == 1:
             return 0.0
-        own_s = 2 * (size - 1) * (SHORT / size * 8 / link.link.bits_per_s + link.link.latency_ns / 1e9)
+        own_s = ring_all_reduce(Network.of_link(link.link), SHORT, size).total_s
         return max(0.0, self._time_collective(link, "all_reduce", SHORT) - own_s)
 
     def _time_collective(self, communicator: Communicator, kind: str, payload: int) -> float:
         """Return the median seconds of a collective of about ``payload`` bytes, from all calls to the last end."""
         rows = -(-payload // (4 * communicator.size))
         array = np.ones((rows * communicator.size,), np.float32)
+        operation = ("mean",) if kind == "all_reduce" else ()
         seconds = []
         for _ in range(NUM_TRANSFERS):
             start = self._begin_together()
-            if kind == "all_reduce":
-                communicator.all_reduce(array, "mean").wait()
-            else:
-                getattr(communicator, kind)(array).wait()
+            getattr(communicator, kind)(array, *operation).wait()
             seconds.append(self._latest([time.perf_counter()])[0] - start)
         return statistics.median(seconds)
 

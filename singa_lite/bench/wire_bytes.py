@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from ..comm.work import ring_bytes
 from ..errors import OptionError, check_int, check_number
 from ..sync.indices import IndexCode
+from ..sync.int8 import BLOCK
 from ..sync.sparse_top_k import count_of_share
 from ..sync.text import read_dist_option
 
-BLOCK = 256  # elements with one scale, int8
 SCALE_BYTES = 4
 
 

@@ -60,8 +60,11 @@ def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
         OSError: ``path`` is a symlink or not a regular file; nothing is written to it, whatever it is. Another process,
             which may have been stopped, holds it after ``wait_s`` seconds.
     """
-    flags = os.O_RDONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    handle = os.open(path, flags, 0o666)
+    flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        handle = os.open(path, os.O_RDWR | flags, 0o666)  # NFS locks nothing else
+    except PermissionError:  # another user's
+        handle = os.open(path, os.O_RDONLY | flags, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(f"{path} is not a regular file; remove it")

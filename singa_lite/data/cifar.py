@@ -149,20 +149,16 @@ def read_folder(folder: Path) -> Cifar:
     Raises:
         DataError: naming the file and what is wrong with it.
     """
-    contents = {}
+    where, contents = f"CIFAR-10 folder {folder}", {}
     for name in FILES:
         try:
             if not stat.S_ISREG((folder / name).stat().st_mode):  # reading another may never end
-                raise DataError(f"CIFAR-10 folder {folder}: {name} is not a regular file")
+                raise DataError(f"{where}: {name} is not a regular file")
             contents[name] = (folder / name).read_bytes()
         except FileNotFoundError:
-            raise DataError(
-                f"CIFAR-10 folder {folder}: {name} is missing; it needs {', '.join(FILES)}"
-            ) from None
+            raise DataError(f"{where}: {name} is missing; it needs {', '.join(FILES)}") from None
         except (OSError, MemoryError) as error:
-            raise DataError(
-                f"CIFAR-10 folder {folder}: cannot read {name}: {type(error).__name__} {error}"
-            ) from error
+            raise DataError(f"{where}: cannot read {name}: {type(error).__name__} {error}") from error
     return _join(str(folder), contents)
 
 

@@ -45,6 +45,22 @@ def make_batch(
         >>> x.shape, y.tolist()
         ((2, 1, 28, 28), [3, 1])
     """
+    _check_samples(images, labels)
+    scale, offset = _scaling(mean, std, 1 if images.ndim == 3 else images.shape[1])
+    chosen = _checked(indices)
+    try:
+        x, y = images[chosen].astype(np.float32), labels[chosen]
+    except (IndexError, TypeError) as error:
+        raise ShapeError(f"make_batch: indices do not fit {len(images)} images: {error}") from None
+    if y.size and not (INT32.min <= int(y.min()) and int(y.max()) <= INT32.max):
+        raise DTypeError(f"make_batch: labels from {y.min()} to {y.max()} do not fit into int32")
+    x = x[:, None] if x.ndim == 3 else x
+    x *= scale
+    x -= offset
+    return x, y.astype(np.int32)
+
+
+def _check_samples(images: Array, labels: Array) -> None:
     for name, array in (("images", images), ("labels", labels)):
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"make_batch: {name} must be a numpy array, not {type(array).__name__}")
@@ -56,7 +72,10 @@ def make_batch(
         raise ShapeError(
             f"make_batch: images {images.shape} and labels {labels.shape} do not belong together"
         )
-    channels = 1 if images.ndim == 3 else images.shape[1]
+
+
+def _scaling(mean: object, std: object, channels: int) -> tuple[Array, Array]:
+    """Return what to multiply pixels with and then to subtract, each float32, shape (1 or channels, 1, 1)."""
     shift, divisor = (
         _numbers(name, value).astype(np.float64).reshape(-1) for name, value in (("mean", mean), ("std", std))
     )
@@ -72,17 +91,7 @@ def make_batch(
         white = 255 * scale - offset
     if not (np.isfinite(white).all() and np.isfinite(offset).all()):
         raise OptionError(f"make_batch: mean = {mean} and std = {std} give numbers beyond float32")
-    chosen = _checked(indices)
-    try:
-        x, y = images[chosen].astype(np.float32), labels[chosen]
-    except (IndexError, TypeError) as error:
-        raise ShapeError(f"make_batch: indices do not fit {len(images)} images: {error}") from None
-    if y.size and not (INT32.min <= int(y.min()) and int(y.max()) <= INT32.max):
-        raise DTypeError(f"make_batch: labels from {y.min()} to {y.max()} do not fit into int32")
-    x = x[:, None] if x.ndim == 3 else x
-    x *= scale
-    x -= offset
-    return x, y.astype(np.int32)
+    return scale, offset
 
 
 def _numbers(name: str, value: object) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import DataError, OptionError, check_int
 from ..users_line import warn
-from .sampler import ResumableSampler
+from .resumable import ResumableSampler
 
 Item = TypeVar("Item")
 CLOSE_S = 5.0  # how long the end of the loop waits for the item in the making

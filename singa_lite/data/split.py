@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import DataError, DTypeError, OptionError, check_bool, check_int
-from .sampler import Cursor, ResumableSampler, partition
+from .resumable import Cursor, ResumableSampler
+from .sampler import partition
 
 Array = np.ndarray[Any, Any]
 

@@ -81,11 +81,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
         metavar="local|mpi|ssh",
         help="local: processes of this host, the default without -H; mpi, ssh: by MPICH's mpiexec, the default with -H",
     )
-    add(
-        "--rsh",
-        metavar="CMD",
-        help=f"the remote shell for -H, with its options (default {RSH})",
-    )
+    add("--rsh", metavar="CMD", help=f"the remote shell for -H, with its options (default {RSH})")
     for role in ("worker", "server"):
         add(
             f"--env-{role}",

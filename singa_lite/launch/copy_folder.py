@@ -11,7 +11,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from ..comm.proc import GROUP, stat_fields
 from ..errors import CommError, OptionError
 from .hosts import is_this_host
+from .reaper import kill_groups
 
 POLL_S = 0.05  # how soon a signal is noticed
 LOOK_S = 0.5  # how often the bytes of copies are looked at
@@ -115,30 +115,33 @@ class FolderCopy:
 
     def _copy_to(self, host: str) -> str:
         """Return "" or why nothing could be copied to ``host``."""
-        shell = ["sh", "-c"] if is_this_host(host) else [*self._rsh, host]
+        is_here = is_this_host(host)
         folder = shlex.quote(str(self._destination))
         if shutil.which("rsync"):
-            anchored = [f"/{path}" for path in self._left_out()]
-            excludes = [f"--exclude={path}" for path in (*ALWAYS_LEFT_OUT, *anchored)]
+            mkdir = f"--rsync-path=mkdir -p {folder} && rsync"
             # -s: no shell reads the path there
-            options = ["-a", "-s", *excludes, f"--rsync-path=mkdir -p {folder} && rsync", f"{self._source}/"]
-            if shell[0] == "sh":
+            options = ["-a", "-s", *self._excludes("/"), mkdir, f"{self._source}/"]
+            if is_here:
                 os.makedirs(self._destination, exist_ok=True)
-            there = f"{self._destination}/" if shell[0] == "sh" else f"{host}:{self._destination}/"
+            there = f"{self._destination}/" if is_here else f"{host}:{self._destination}/"
             if not self._run(host, ["rsync", "-e", shlex.join(self._rsh), *options, there]):
                 return ""
-        anchored = [f"./{path}" for path in self._left_out()]
-        excludes = [f"--exclude={path}" for path in (*ALWAYS_LEFT_OUT, *anchored)]
-        pack = ["tar", "-cf", "-", "-C", str(self._source), *excludes, "."]
+        pack = ["tar", "-cf", "-", "-C", str(self._source), *self._excludes("./"), "."]
+        shell = ["sh", "-c"] if is_here else [*self._rsh, host]
         return self._run(host, pack, [*shell, f"mkdir -p {folder} && tar -xf - -C {folder}"])
 
-    def _left_out(self) -> list[str]:
-        """Return the paths in the source that stay behind: virtual environments, and the destination if it is there."""
+    def _excludes(self, root: str) -> list[str]:
+        """Return rsync's or tar's options for what stays behind: virtual environments, the destination if it is there.
+
+        Args:
+            root: what a path begins with that is meant from the source on.
+        """
         paths = [path.parent for path in self._source.glob("*/pyvenv.cfg")]
         destination = self._destination.resolve()
         if self._source.resolve() in destination.parents:
             paths.append(self._source / destination.relative_to(self._source.resolve()))
-        return [str(path.relative_to(self._source)) for path in paths]
+        anchored = [f"{root}{path.relative_to(self._source)}" for path in paths]
+        return [f"--exclude={path}" for path in (*ALWAYS_LEFT_OUT, *anchored)]
 
     def _run(self, host: str, *commands: list[str]) -> str:
         """Run commands that each read the output of the one before; return "" or what they wrote as they failed."""
@@ -162,6 +165,4 @@ class FolderCopy:
 
     def _end(self) -> None:
         self._is_over = True
-        for _, process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        kill_groups([process.pid for _, process in self._processes])

@@ -28,7 +28,7 @@ from ..path_arguments import why_no_folder
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
 from .rank_wrapper import WAITED
-from .reaper import Reaper, die_with_launcher, kill_groups, remove_segments
+from .reaper import Reaper, kill_groups, remove_segments, start_child
 from .supervise import DRAIN_S, RunningJob, noted_signals
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
@@ -163,13 +163,13 @@ def launch_round(
     rendezvous_id, started_at = os.urandom(16).hex(), time.time()
     names = _names(num_workers, options)
     try:
-        job = RunningJob(rendezvous_id, names, output, options.exit_timeout_s, options.stop_timeout_s)
+        timeouts = options.exit_timeout_s, options.stop_timeout_s
+        job = RunningJob(rendezvous_id, names, output, signals, *timeouts)
         reaper = Reaper(rendezvous_id)
     except OSError as error:
         remove_segments(rendezvous_id)
         failed = CannotStart(f"launch: cannot start {len(names)} processes: {_with_help(error)}")
         return Round(1, None, [None] * len(names), started_at, time.time(), failed)
-    job.signals = signals
     failure: CommError | None = None
     try:
         with reports_at_sigquit(output.report, options.log_dir, rendezvous_id):
@@ -279,16 +279,9 @@ def common_environment(options: LaunchOptions) -> dict[str, str]:
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one rank, which dies with this process."""
-    return subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environ,
-        start_new_session=True,
-        preexec_fn=die_with_launcher(),
-    )
+    """Start one rank."""
+    pipe = subprocess.PIPE
+    return start_child([sys.executable, *command], env=environ, stdout=pipe, stderr=pipe)
 
 
 def open_standard_descriptors() -> None:

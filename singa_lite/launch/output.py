@@ -19,10 +19,9 @@ from typing import TextIO
 
 from ..errors import CommError
 from .process_names import ProcessName
-from .rank_wrapper import distance_of
+from .rank_wrapper import LINE_BYTES, distance_of, last_state, open_log
 
 TAIL_LINES = 60  # enough for a traceback through a few modules
-LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
 BUFFER_BYTES = 1 << 20  # what a reader may be behind before the ranks have to wait for it
 CLEAR_LINE = b"\r\x1b[K"
 
@@ -147,7 +146,7 @@ class RankOutput:
         stderr = _descriptor(sys.stderr) if stderr is None else stderr
         sink = Sink(stdout, may_drop=log_dir is not None)
         self._sinks = {"stdout": sink, "stderr": sink}  # one, to keep the order of lines
-        if not _is_same_file(stdout, stderr):
+        if stdout is None or stderr is None or not os.path.sameopenfile(stdout, stderr):
             self._sinks["stderr"] = Sink(stderr, may_drop=log_dir is not None)
         self._log_dir, self._log_files = log_dir, dict[str, Sink]()
         self._bar = b""  # rank 0's open line on the terminal
@@ -192,9 +191,9 @@ class RankOutput:
             lines, rest = [*lines, rest], b""
         for line in lines:
             self._write(rank, name, line)
-        self._open_lines[rank, name] = _last_state(rest) + b"\r" * rest.endswith(b"\r")
+        self._open_lines[rank, name] = last_state(rest) + b"\r" * rest.endswith(b"\r")
         if rank == 0 and self._sinks[name].is_terminal:
-            self._draw_bar(name, _last_state(rest))
+            self._draw_bar(name, last_state(rest))
 
     def report(self, headline: str, lines: list[str] | None = None) -> None:
         """Write a message of the launcher itself to the error stream."""
@@ -232,16 +231,11 @@ class RankOutput:
 
     def _log(self, folder: Path, name: str) -> Sink:
         if name not in self._log_files:
-            folder.mkdir(parents=True, exist_ok=True)
-            # a pipe that nobody reads is an error, instead of a wait for the reader
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-            descriptor = os.open(folder / name, flags, 0o666)
-            os.set_blocking(descriptor, True)
-            self._log_files[name] = Sink(descriptor)
+            self._log_files[name] = Sink(open_log(folder, name))
         return self._log_files[name]
 
     def _write(self, rank: int, name: str, line: bytes) -> None:
-        line = _last_state(line.removesuffix(b"\r"))
+        line = last_state(line.removesuffix(b"\r"))
         if name == "stderr":
             self._tails[rank].append(line.decode(errors="surrogateescape"))
         if self._logs:
@@ -265,14 +259,3 @@ def _descriptor(stream: TextIO | None) -> int | None:
         return stream.fileno() if stream is not None else None
     except (OSError, ValueError):  # replaced by one without a file, or closed
         return None
-
-
-def _is_same_file(one: int | None, other: int | None) -> bool:
-    """Return whether two descriptors are one terminal, pipe or file."""
-    return one is not None and other is not None and os.path.sameopenfile(one, other)
-
-
-def _last_state(line: bytes) -> bytes:
-    """Return what a terminal would show of a line that was redrawn with carriage returns."""
-    states = [state for state in line.split(b"\r") if state]
-    return states[-1] if states else b""

@@ -2,7 +2,8 @@
 """Run the script of one process of a job under mpiexec: prefix its lines with its name, and report how it ended.
 
 What lives here: a program that several_hosts.py has mpiexec start by its path on every host, so it imports nothing of
-the package. What does not: starting mpiexec (several_hosts.py), ending an MPI job from inside (../comm/mpi_job.py).
+the package; what it does as the launcher does, that imports from here. What does not: starting mpiexec
+(several_hosts.py), ending an MPI job from inside (../comm/mpi_job.py).
 
 Note [ended ranks]: mpiexec of MPICH goes on when a process ends with an exit code, and the others wait for it for
 ever. It ends them all when a signal ends a process, but with an exit code that says nothing. So an abort with the right
@@ -33,8 +34,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own errors, as in supervise.py
-DRAIN_S = 0.5  # output that children of the script may still send, likewise
+FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
+DRAIN_S = 0.5  # output that a dead rank's children may still send
 WATCHDOG_S = 5.0  # a rank's watchdog takes milliseconds to notice its end
 POLL_S = 0.05
 PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
@@ -76,11 +77,11 @@ class Output:
         self._open_lines[stream] = rest
 
     def write(self, stream: int, prefix: bytes, line: bytes) -> None:
-        """Write a line, as a terminal shows one that was redrawn with carriage returns: its last state.
+        """Write a line in its last state.
 
         mpiexec would mix a line that does not fit into one write to a pipe with those of others: it is cut in pieces.
         """
-        line = next((state for state in reversed(line.split(b"\r")) if state), b"")
+        line = last_state(line)
         distance = distance_of(line)
         if distance is not None:
             self.distance_to_cause = distance
@@ -221,14 +222,14 @@ def main(command: list[str]) -> int:
         return _give_up(job, f"{name} {error}")
     if script.stop_signals:  # the others have them too, and end in their own time
         return code if code >= 0 else 128 - code
-    if code or script.is_lost:
-        note_failure(code or 1, output.distance_to_cause)
-        note(job, "failed")
-    if code >= 0 and (code or script.is_lost):
+    if code == 0 and not script.is_lost:
+        return 0
+    note_failure(code or 1, output.distance_to_cause)
+    note(job, "failed")
+    if code >= 0:
         _report(output, f"{name} failed (exit code {code})")
         script.pause(FINAL_OUTPUT_S)
         abort_job(code or 1)
-    if code >= 0:
         return code
     _report(output, f"{name} was killed by {name_of(-code)}")
     wait_until_read(2)
@@ -268,6 +269,11 @@ def distance_of(line: bytes) -> int | None:
     return WAITED if has_waited else 1
 
 
+def last_state(line: bytes) -> bytes:
+    """Return what a terminal would show of a line that was redrawn with carriage returns."""
+    return next((state for state in reversed(line.split(b"\r")) if state), b"")
+
+
 def name_of(number: int) -> str:
     """Return the name of a signal."""
     try:
@@ -304,7 +310,7 @@ def note_failure(code: int, distance_to_cause: int) -> None:
         os.close(descriptor)  # so that other hosts can read it
 
 
-def open_log(folder: str | None, name: str) -> int | None:
+def open_log(folder: str | Path | None, name: str) -> int | None:
     """Return a descriptor that appends to the log ``name`` in ``folder``; None without a folder."""
     if folder is None:
         return None

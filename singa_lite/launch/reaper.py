@@ -14,12 +14,18 @@ import glob
 import os
 import select
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from ..comm.proc import parents
+from .rank_wrapper import PR_SET_PDEATHSIG, STOP_SIGNALS
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1)  # see Note [requests] in supervise.py
-STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *REQUESTS)
 
 
 class Reaper:
@@ -78,6 +84,36 @@ def die_with_launcher() -> Callable[[], None]:
                 os._exit(1)
 
     return call
+
+
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:  # Any: they are Popen's
+    """Start a process without input, in a session of its own, which dies with this one."""
+    null, end = subprocess.DEVNULL, die_with_launcher()
+    return subprocess.Popen(command, stdin=null, start_new_session=True, preexec_fn=end, **options)
+
+
+def adopt_orphans(is_on: bool) -> None:
+    """Make processes whose parent ends children of this one, if it is an ancestor; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))
+
+
+def end_orphans(before: set[int]) -> None:
+    """Reap all children of this process and theirs but for those of ``before``; kill them if they do not end soon."""
+    deadline = time.monotonic() + ORPHANS_S
+    while children := own_children() - before:
+        for pid in children:
+            if time.monotonic() >= deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def own_children() -> set[int]:
+    """Return the children of this process."""
+    return {pid for pid, parent in parents().items() if parent == os.getpid()}
 
 
 def _reap(reader: int, rendezvous_id: str) -> None:

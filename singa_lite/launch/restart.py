@@ -175,9 +175,7 @@ def launch_host_rounds(
 def _with(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
     """Return ``options`` with more variables for all processes."""
     return replace(
-        options,
-        worker_env={**options.worker_env, **environ},
-        server_env={**options.server_env, **environ},
+        options, worker_env={**options.worker_env, **environ}, server_env={**options.server_env, **environ}
     )
 
 

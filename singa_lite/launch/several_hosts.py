@@ -12,8 +12,6 @@ fails, become children of this process and are killed at the end.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import re
@@ -29,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.inspect_job import reports_at_sigquit
-from ..comm.job import INSTALL
-from ..comm.proc import parents
+from ..comm.job import INSTALL, OWN_VARIABLES
 from ..comm.progress import NAME, ProgressFile
 from ..config import env
 from ..errors import CommError, OptionError
@@ -39,7 +36,7 @@ from .host_notes import HostNotes
 from .hosts import Host, is_this_host, place
 from .one_host import LaunchOptions, Round, cause_of, common_environment, open_standard_descriptors
 from .process_names import role_names
-from .reaper import REQUESTS, die_with_launcher, signal_group
+from .reaper import REQUESTS, adopt_orphans, end_orphans, own_children, signal_group, start_child
 from .supervise import DRAIN_S, FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
 START_S = 3.0  # for the remote shells, beside the time-out of processes that wait for each other
@@ -47,14 +44,7 @@ TIMEOUT_S = 300.0  # without SINGA_LITE_TIMEOUT_S, as comm/base.py has it, which
 PROBE_S = 5.0  # for the answer of a host that may be lost
 LATE_CODE = -1  # in place of mpiexec's: not all processes have started in time
 LOST_CODE = 255  # of mpiexec where it cannot reach a host or has lost one
-ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-OF_ANOTHER_JOB = (
-    "SINGA_LITE_RANK",
-    "SINGA_LITE_WORLD_SIZE",
-    "SINGA_LITE_RENDEZVOUS_ID",
-    "SINGA_LITE_LAUNCHER_PID",
-)
+OF_ANOTHER_JOB = (*OWN_VARIABLES, "SINGA_LITE_LAUNCHER_PID")
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Placement:
     """
 
     hosts: Sequence[Host]
-    rsh: Sequence[str] = ("ssh",)
+    rsh: Sequence[str]
     copy_to: Path | None = None
     first: Sequence[str] | None = None
 
@@ -107,11 +97,9 @@ def launch_host_round(
     """
     started_at = time.time()
     open_standard_descriptors()
-    mpiexec, major_version = find_mpiexec()
-    rsh = _remote_shell(placement)
-    folder = Path.cwd()
     hosts = place(placement.hosts, num_workers, options.num_servers or 0)
-    where = _host_arguments(placement.hosts, hosts, major_version)
+    start = _start_arguments(placement, hosts)
+    folder = Path.cwd()
     copy = FolderCopy(folder, placement.copy_to, placement.rsh) if placement.copy_to else None
     if copy:
         command = _in_folder(command, folder)
@@ -119,41 +107,49 @@ def launch_host_round(
     environ = _environment(placement, options) | progress.environ
     notes, patience_s = HostNotes(len(hosts)), _timeout_s(options) + START_S
     environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement, folder, options, notes.token)
-    wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
-    start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
     try:
         if copy:
             copy.run(sorted(set(hosts)), lambda: bool(signals), patience_s)
         code, is_asked, begun = 0, False, time.monotonic()
         if not signals:
-            arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
+            arguments = [*start, *command]
             with reports_at_sigquit(write_report):
                 code, is_asked = _supervise(arguments, environ, signals, progress, options, notes, patience_s)
         steps, failed = progress.steps(), cause_of(*progress.first_failure())
     finally:
         progress.remove()
-    if signals:
-        name = signal.Signals(signals[0]).name
-        is_well = is_asked and code == 0
-        text = (
-            f"all processes have ended as {name} asked them to"
-            if is_well
-            else f"ended all processes by {name}"
-        )
-        write_report(text)
-        code = 0 if is_well else 128 + signals[0]
     missing = list(dict.fromkeys(host for rank, host in enumerate(hosts) if rank not in notes.started))
     error, waited_s = None, patience_s if code == LATE_CODE else int(time.monotonic() - begun)
+    if signals:
+        code = _report_stop(signals[0], is_well=is_asked and code == 0)
     # the second: ranks on other hosts have given it up first
-    if not signals and (code == LATE_CODE or (code != 0 and missing and waited_s >= _timeout_s(options))):
+    elif code == LATE_CODE or (code != 0 and missing and waited_s >= _timeout_s(options)):
+        code = 1
         error = CommError(
             f"launch: no process has started on {', '.join(missing)} within {waited_s:g} s: the host or its remote "
             "shell does not answer; see --timeout-s if it only needs longer"
         )
-    elif code == LOST_CODE and not signals and not notes.failed:
+    elif code == LOST_CODE and not notes.failed:
         write_report(_loss_of_host(missing, list(dict.fromkeys(hosts)), placement.rsh, signals))
-    has_progress, code = progress.is_there, 1 if error else code
-    return Round(code, failed, steps, started_at, time.time(), error, has_progress)
+    return Round(code, failed, steps, started_at, time.time(), error, progress.is_there)
+
+
+def _start_arguments(placement: Placement, hosts: Sequence[str]) -> list[str]:
+    """Return what starts a process on each of ``hosts``, by rank, before the arguments of Python there."""
+    mpiexec, major_version = find_mpiexec()
+    launcher = ["-launcher", "ssh", "-launcher-exec", _remote_shell(placement)]
+    where = _host_arguments(placement.hosts, hosts, major_version)
+    wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
+    return [mpiexec, *launcher, *where, "-wdir", "/", "-n", str(len(hosts)), *wrapper]
+
+
+def _report_stop(number: int, is_well: bool) -> int:
+    """Report how the processes ended after signal ``number`` to this one; return the launcher's exit code."""
+    name = signal.Signals(number).name
+    write_report(
+        f"all processes have ended as {name} asked them to" if is_well else f"ended all processes by {name}"
+    )
+    return 0 if is_well else 128 + number
 
 
 def _timeout_s(options: LaunchOptions) -> float:
@@ -188,15 +184,9 @@ def _loss_of_host(
 
 def _unreachable(hosts: Sequence[str], rsh: Sequence[str], signals: Sequence[int]) -> dict[str, str]:
     """Return why the remote shell cannot run a command on some of ``hosts``; nothing once a signal has come."""
+    null = subprocess.DEVNULL
     asked = {
-        host: subprocess.Popen(
-            [*rsh, "-x", host, "true"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_launcher(),
-        )
+        host: start_child([*rsh, "-x", host, "true"], stdout=null, stderr=null)
         for host in hosts
         if not is_this_host(host)
     }
@@ -262,8 +252,7 @@ def _environment(placement: Placement, options: LaunchOptions) -> dict[str, str]
 def _host_arguments(hosts: Sequence[Host], placed: Sequence[str], major_version: int) -> list[str]:
     """Return mpiexec's arguments that start each process on the host where it is ``placed``."""
     arguments = ["-hosts", ",".join(f"{host.name}:{host.num_slots}" for host in hosts)]
-    slots = [host.name for host in hosts for _ in range(host.num_slots)]
-    if list(placed) == [slots[rank % len(slots)] for rank in range(len(placed))]:
+    if list(placed) == place(hosts, len(placed), 0):  # as workers alone, which is mpiexec's own way
         return arguments
     if major_version < 5:
         raise CommError(
@@ -317,20 +306,19 @@ def _describe(
     token: str,
 ) -> str:
     """Return what rank_wrapper.py must know. It travels in the environment, which other users cannot read."""
-    names = role_names(num_workers, len(hosts) - num_workers)
+    num_servers = len(hosts) - num_workers
+    names = role_names(num_workers, num_servers)
     processes = [
         {"name": name.text, "prefix": name.prefix, "log": name.log, "host": host}
         for name, host in zip(names, hosts, strict=True)
     ]
-    environs = {"worker": dict(options.worker_env), "server": dict(options.server_env)}
-    first = hosts if placement.first is None else placement.first
-    num_servers = len(hosts) - num_workers
+    first = placement.first or hosts
     workers = Counter(first[: len(first) - num_servers])
     servers = Counter(first[len(first) - num_servers :])
     return json.dumps(
         {
             "processes": processes,
-            "environ": environs,
+            "environ": {"worker": dict(options.worker_env), "server": dict(options.server_env)},
             "log_dir": str(options.log_dir.absolute()) if options.log_dir else None,
             "folder": str(placement.copy_to or folder),
             "sharing": {host: [workers[host], servers[host]] for host in first},
@@ -359,16 +347,9 @@ def _supervise(
         first signal as a request to stop: if the progress file says that ranks take it as one, and there are no
         servers, as mpiexec sends it to all processes.
     """
-    before = _children()
+    before = own_children()
     adopt_orphans(True)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environ,
-        start_new_session=True,
-        preexec_fn=die_with_launcher(),
-    )
+    process = start_child(command, env=environ, stderr=subprocess.PIPE)
     assert process.stderr is not None
     notes.follow(os.dup(process.stderr.fileno()))
     process.stderr.close()
@@ -378,7 +359,7 @@ def _supervise(
     try:
         while process.poll() is None:
             time.sleep(POLL_S)
-            if time.monotonic() >= start_deadline and not signals and not is_late:
+            if time.monotonic() >= start_deadline and not signals:
                 start_deadline, is_late = float("inf"), not notes.have_all_started
                 if is_late:
                     process.kill()
@@ -390,7 +371,7 @@ def _supervise(
                 is_asked = may_ask and bool(progress.takers()) and not options.num_servers
                 process.send_signal(signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM)
                 deadline = time.monotonic() + (options.stop_timeout_s if is_asked else FINAL_OUTPUT_S)
-            if time.monotonic() >= deadline or is_second:
+            if is_second or (endings and time.monotonic() >= deadline):
                 process.send_signal(signal.SIGKILL if is_second else endings.pop(0))
                 deadline = time.monotonic() + TERM_S
     finally:
@@ -404,26 +385,3 @@ def _supervise(
         return LATE_CODE, False
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return code, is_asked
-
-
-def adopt_orphans(is_on: bool) -> None:
-    """Make processes whose parent ends children of this one, if it is an ancestor; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))
-
-
-def end_orphans(before: set[int]) -> None:
-    """Reap all children of this process and theirs but for those of ``before``; kill them if they do not end soon."""
-    deadline = time.monotonic() + ORPHANS_S
-    while children := _children() - before:
-        for pid in children:
-            if time.monotonic() >= deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.01)
-
-
-def _children() -> set[int]:
-    return {pid for pid, parent in parents().items() if parent == os.getpid()}

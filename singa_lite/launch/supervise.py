@@ -27,15 +27,14 @@ from ..comm.lost_ranks import report_lost_rank
 from ..comm.progress import ProgressFile
 from .output import RankOutput
 from .process_names import ProcessName
-from .reaper import REQUESTS, STOP_SIGNALS, signal_group
+from .rank_wrapper import DRAIN_S, FINAL_OUTPUT_S, STOP_SIGNALS, name_of
+from .reaper import REQUESTS, signal_group
 
 POLL_S = 0.05  # how soon a rank's end is noticed
 LOOK_S = 0.25  # how soon a noted failure is noticed; each look reads a file
-FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
 # from a noted failure to the first rank's end, which children, threads and functions of atexit may delay for ever
 ALIVE_S = 4.0
 TERM_S = 0.8  # from SIGTERM to SIGKILL; with FINAL_OUTPUT_S under the 4 s in which a launcher must end
-DRAIN_S = 0.5  # output that a dead rank's children may still send
 
 
 @contextlib.contextmanager
@@ -70,11 +69,10 @@ class RunningJob:
         rendezvous_id: of their world.
         names: of the ranks.
         output: of the ranks, one for all rounds.
+        signals: those that have come to this process, see ``noted_signals``.
         exit_timeout_s, stop_timeout_s: see ``LaunchOptions``.
 
     Attributes:
-        signals: those that have come to this process, see ``noted_signals``.
-        output: of the ranks.
         progress: how far they are.
         ended_at: when the first of them failed, by ``time.time``; None: none has.
     """
@@ -84,6 +82,7 @@ class RunningJob:
         rendezvous_id: str,
         names: Sequence[ProcessName],
         output: RankOutput,
+        signals: Sequence[int],
         exit_timeout_s: float,
         stop_timeout_s: float,
     ) -> None:
@@ -98,7 +97,7 @@ class RunningJob:
         self._failures: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
         self._ended_before: list[int] = []  # with 0, before the first failure
         self._running: set[int] = set()
-        self.signals: Sequence[int] = ()
+        self.signals = signals
         self._num_noticed = 0  # of them
         self._exit_timeout_s, self._exit_deadline = exit_timeout_s, float("inf")
         self._stop_timeout_s, self._stop_deadline = stop_timeout_s, float("inf")
@@ -262,19 +261,16 @@ class RunningJob:
             new = self.signals[self._num_noticed :]  # of several at a time one that is not a request counts
             number = next((each for each in new if each not in REQUESTS), new[-1])
             self._num_noticed += len(new)
-            takers = self._takers() if number in REQUESTS else []
+            is_request = number in REQUESTS
+            takers = [rank for rank in self.progress.takers() if rank in self._running] if is_request else []
             for rank in takers:
                 self.processes[rank].send_signal(number)
             if takers and not self._is_asked:
                 self._is_asked = True
                 self._stop_deadline = time.monotonic() + self._stop_timeout_s
-            elif not takers and not (self._is_asked and number in REQUESTS):
+            elif not takers and not (self._is_asked and is_request):
                 self._signal_running(number)
                 self._end_after(FINAL_OUTPUT_S)
-
-    def _takers(self) -> list[int]:
-        """Return the running ranks that take signals as requests to stop."""
-        return [rank for rank in self.progress.takers() if rank in self._running]
 
     def _end_after(self, seconds: float) -> None:
         if not self._endings:
@@ -292,9 +288,4 @@ class RunningJob:
 
 def how_ended(code: int) -> str:
     """Return in words how a process with this exit code, negative for a signal, has ended."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal
-        return f"killed by signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"killed by {name_of(-code)}"

@@ -106,6 +106,7 @@ def test_a_link_of_the_environment_counts_where_none_is_given(monkeypatch):
         (["--transports", "mpi", "--link", "1gbit,1ms"], "links of mpi are real"),
         (["--sizes", "4k,1g"], "'1g': expected bytes such as 4096, 64k or 16m"),
         (["--sizes", "0"], "'0': expected bytes"),
+        (["--sizes", "9" * 5000], "9': expected bytes"),
         (["--ranks", "1,2"], "ranks = 1 must be an int >= 2"),
         (["--ranks", "2,5000"], "--ranks 5000: a host has at most 1024 ranks"),
         (["--ranks", "two"], "expected ints"),

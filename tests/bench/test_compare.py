@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from singa_lite import cli
 from singa_lite.bench import sync
 from singa_lite.bench.compare import Change
 from singa_lite.bench.datasets import data_set_of
-from singa_lite.bench.report import Figure, as_json, rows_of
+from singa_lite.bench.report import Figure, rows_of
 from singa_lite.bench.runs import FORMAT, TABLE, Provenance, Runs, Settings, inputs_of
 
 EVALUATION = {"step": 5, "seconds": 1.0, "bytes_sent": 100}
@@ -42,7 +43,7 @@ def write(
         "format": FORMAT, "machine": {"cores": 2, "host": "a"}, "software": {"singa-lite": "1"},
         "inputs": {"data": "x"}, "environment": {"threads": "1"}, "data": "MNIST",
         "settings": {"model": "cnn-mnist", "link": None}, "devices": ["cpu"],
-        "seeds": [0, 1], "target": target, "rows": as_json(rows_of(runs, target)), **changes,
+        "seeds": [0, 1], "target": target, "rows": [asdict(row) for row in rows_of(runs, target)], **changes,
     }  # fmt: skip
     (folder / TABLE).write_text(json.dumps(content))
     return folder

@@ -27,7 +27,6 @@ from singa_lite.bench.plan import (
     is_shorter,
     paying_ranges,
     predict,
-    predict_all,
     report,
     shortest,
 )
@@ -166,7 +165,7 @@ def test_an_option_that_is_faster_by_rounding_alone_does_not_pay():
         0.1, 0.3, (BucketShapes(0.1, ((1000,),)),), {name: OptionTimes(0.0) for name in names}
     )
     cluster = Cluster(Network(1e-6, 1e-9), Network(1e-3, 1e-5), 3)
-    own, plain, half = predict_all(found, cluster, 12)
+    own, plain, half = (predict(found, cluster, option, 12) for option in found.options)
     assert plain.seconds * (1 - 1e-12) < own.seconds < plain.seconds  # by the order of additions
     assert not is_shorter(own, plain) and is_shorter(half, plain)
     assert shortest([own, plain]) == shortest([plain, own]) == plain

@@ -24,7 +24,7 @@ from singa_lite.bench import sync, train
 from singa_lite.bench.datasets import data_set_of
 from singa_lite.bench.models import make_model
 from singa_lite.bench.page import COLOURS, HEIGHT, LEFT, WIDTH, page
-from singa_lite.bench.report import as_json, rows_of, table, when_reached
+from singa_lite.bench.report import rows_of, table, when_reached
 from singa_lite.bench.runs import Provenance, Runs, Settings, machine_facts
 from singa_lite.bench.train import split_threshold
 from singa_lite.data import load_mnist
@@ -365,7 +365,7 @@ def test_a_figure_that_is_no_number_is_null_in_json_and_nan_whatever_the_order()
         (row,) = rows_of({"fp32": results}, None, False)
         assert row.loss.text(".1f") == "nan"
         assert (
-            json.loads(json.dumps(sync._without_nan(as_json([row])), allow_nan=False))[0]["loss"]["mean"]
+            json.loads(json.dumps(sync._without_nan([asdict(row)]), allow_nan=False))[0]["loss"]["mean"]
             is None
         )
 
@@ -579,6 +579,7 @@ def test_a_threshold_is_taken_out_of_the_option():
         (["--options", "fp32,fp23"], "'fp23' is not known"),
         (["--options", "fp32,sparseTopK:2"], "must be in (0, 1]"),
         (["--options", "fp32:threshold=1:threshold=2"], "threshold once"),
+        (["--options", f"fp32:threshold={'9' * 5000}"], "threshold once, an int >= 0"),
         (["--options", "fp32,fp32"], "one twice"),
         (["--options", "fp32", "--seeds", "0,0"], "one twice"),
         (["--options", "fp32", "--seeds", "0,x"], "expected ints"),

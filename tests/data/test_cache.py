@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache's lock and its files, in a folder that another user may write to."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -48,6 +50,20 @@ def test_without_a_home_the_variable_to_set_is_named(monkeypatch):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(DataError, match="set SINGA_LITE_CACHE to a folder"):
         cache_root()
+
+
+def test_a_lock_is_taken_on_a_file_system_that_locks_only_what_is_open_for_writing(tmp_path, monkeypatch):
+    """As NFS does, see NFS details in flock(2)."""
+    flock = fcntl.flock
+
+    def flock_of_nfs(handle, operation):
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    with locked(tmp_path / "lock"):
+        pass
 
 
 def test_a_lock_keeps_what_the_file_holds_and_needs_no_right_to_write(tmp_path):

@@ -21,6 +21,7 @@ import pytest
 from singa_lite import cli
 from singa_lite.comm.base import TIMEOUT_S
 from singa_lite.comm.job import threads_per_rank
+from singa_lite.comm.progress import ProgressFile
 from singa_lite.errors import CommError, OptionError
 from singa_lite.launch import rank_wrapper, several_hosts
 from singa_lite.launch.copy_folder import FolderCopy
@@ -735,6 +736,37 @@ def test_inside_a_step_of_slurm_mpiexec_starts_the_job(tmp_path, monkeypatch):
     assert command[command.index("-hosts") + 1] == "d1:1,d2:1" and "-rankmap" not in command
     assert environ["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 22"
     assert environ["SINGA_LITE_NUM_SERVERS"] == "0"
+
+
+class Stuck:
+    """mpiexec which the system ends long after SIGKILL, as in a call to a file system that hangs."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        os.close(writer)
+        self.stderr, self.returncode = os.fdopen(reader, "rb"), -signal.SIGKILL
+        self.sent: list[int] = []
+        self._polls = iter([None] * 50)
+
+    def poll(self):
+        return next(self._polls, self.returncode)
+
+    def send_signal(self, number):
+        self.sent.append(number)
+
+    def kill(self): ...
+
+    def wait(self): ...
+
+
+def test_mpiexec_that_does_not_end_at_once_by_sigkill_is_waited_for(monkeypatch):
+    stuck = Stuck()
+    monkeypatch.setattr(several_hosts, "start_child", lambda *_, **__: stuck)
+    for limit in ("FINAL_OUTPUT_S", "TERM_S", "POLL_S"):
+        monkeypatch.setattr(several_hosts, limit, 0.001)
+    given = [ProgressFile(None, 1), LaunchOptions(), HostNotes(1), 60.0]
+    assert several_hosts._supervise(["mpiexec"], {}, [signal.SIGTERM], *given) == (137, False)
+    assert stuck.sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGKILL]
 
 
 def test_a_missing_mpiexec_or_another_mpis_is_an_error_that_names_the_cure(tmp_path, monkeypatch):
