@@ -108,7 +108,11 @@ def load_cifar10(folder: str | Path | None = None) -> Cifar:
     if os.path.exists(folder / ARCHIVE_NAME):
         return read_archive(folder / ARCHIVE_NAME)
     what = f"holds neither {TRAIN_FILES[0]} nor {SUBFOLDER} nor {ARCHIVE_NAME}"
-    raise DataError(f"CIFAR-10 folder {folder}: {what if os.path.isdir(folder) else 'no such folder'}")
+    if not os.path.isdir(folder):
+        what = "no such folder"
+    elif not os.access(folder, os.R_OK | os.X_OK):
+        what = "permission denied"
+    raise DataError(f"CIFAR-10 folder {folder}: {what}")
 
 
 def synthetic_cifar10(num_train: int, num_test: int, seed: int = 0) -> Cifar:

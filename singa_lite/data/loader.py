@@ -35,7 +35,8 @@ def make_batch(
         (x, y): float32 (n, channels, h, w) and int32 (n,), new arrays.
 
     Raises:
-        DTypeError: ``images`` is not uint8, ``labels`` or ``indices`` are not integers, or a label is beyond int32.
+        DTypeError: ``images`` is not uint8, ``labels`` or ``indices`` are not integers, a label is beyond int32,
+            or values are masked.
         OptionError: ``std`` is not positive, or so small or ``mean`` so large that float32 cannot hold the result.
         ShapeError: wrong number of axes, not one label per image, not one mean or std per channel, or an index out of
             range.
@@ -46,6 +47,7 @@ def make_batch(
         ((2, 1, 28, 28), [3, 1])
     """
     _check_samples(images, labels)
+    images, labels = np.asarray(images), np.asarray(labels)  # of a subclass
     scale, offset = _scaling(mean, std, 1 if images.ndim == 3 else images.shape[1])
     chosen = _checked(indices)
     try:
@@ -64,6 +66,7 @@ def _check_samples(images: Array, labels: Array) -> None:
     for name, array in (("images", images), ("labels", labels)):
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"make_batch: {name} must be a numpy array, not {type(array).__name__}")
+        _check_unmasked(name, array)
     if images.dtype != np.uint8:
         raise DTypeError(f"make_batch: images are {images.dtype}, expected uint8 pixels")
     if labels.dtype.kind not in "iu":
@@ -72,6 +75,11 @@ def _check_samples(images: Array, labels: Array) -> None:
         raise ShapeError(
             f"make_batch: images {images.shape} and labels {labels.shape} do not belong together"
         )
+
+
+def _check_unmasked(name: str, array: object) -> None:
+    if np.ma.is_masked(array):
+        raise DTypeError(f"make_batch: {name} has masked values; give them a value, such as by filled(0)")
 
 
 def _scaling(mean: object, std: object, channels: int) -> tuple[Array, Array]:
@@ -95,6 +103,7 @@ def _scaling(mean: object, std: object, channels: int) -> tuple[Array, Array]:
 
 
 def _numbers(name: str, value: object) -> Array:
+    _check_unmasked(name, value)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:

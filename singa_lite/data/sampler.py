@@ -159,7 +159,7 @@ class ShardedSampler(ResumableSampler):
         may_differ = ("world_size",) if self.microbatches else ("world_size", "batch_size")
         mine = self._plan() | ({name: plan[name] for name in may_differ} if resized else {})
         where = [state.get("epoch"), state.get("start", 0), state.get("position")]
-        if plan != mine or None in (*plan.values(), *where):
+        if plan != mine or None in (*plan.values(), *where) or 0 in (plan["world_size"], plan["batch_size"]):
             raise self._plan_error(plan)
         epoch, start, position = (int(value or 0) for value in where)
         if resized and self.microbatches:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import DataError, DTypeError, OptionError, check_bool, check_int
+from ..errors import CheckpointError, DataError, DTypeError, OptionError, check_bool, check_int
 from .resumable import Cursor, ResumableSampler
 from .sampler import partition
 
@@ -102,12 +102,15 @@ class SplitSampler(ResumableSampler):
         """Go where ``state_dict()`` was taken, on this worker or another.
 
         Raises:
-            CheckpointError: it was taken with another plan (data size, number of parts, shuffle or seed).
+            CheckpointError: it was taken with another plan (data size, number of parts, shuffle or seed), or no part
+                has such a position.
         """
         plan = self._plan_in(state)
         if None in (state.get("epoch"), state.get("position")) or plan != self._plan():
             raise self._plan_error(plan)
         epoch, position = state["epoch"], state["position"]
+        if position >= partition(self.length, 0, self.num_parts).stop:  # of the largest part
+            raise CheckpointError(f"SplitSampler: no part has {position} samples before its last")
         # the last sample of a larger part comes when this one has begun its next epoch
         self._move(Cursor(epoch, 0, position) if position < len(self) else Cursor(epoch + 1))
 

@@ -60,6 +60,20 @@ def test_a_slice_that_is_none_of_samples_is_refused(indices: slice) -> None:
         make_batch(IMAGES, LABELS, indices)
 
 
+def test_masked_values_are_refused_and_subclasses_of_ndarray_are_left_out() -> None:
+    indices = np.array([0, 1])
+    mask = np.ma.masked_equal
+    for name, arguments in {
+        "images": (mask(IMAGES, IMAGES.flat[0]), LABELS, indices),
+        "labels": (IMAGES, mask(LABELS, LABELS[0]), indices),
+        "indices": (IMAGES, LABELS, mask(indices, 1)),
+    }.items():
+        with pytest.raises(DTypeError, match=f"{name} has masked values"):
+            make_batch(*arguments)
+    x, y = make_batch(np.ma.array(IMAGES), np.ma.array(LABELS), indices)
+    assert type(x) is type(y) is np.ndarray
+
+
 def test_an_index_beyond_int64_is_refused() -> None:
     with pytest.raises(ShapeError, match="18446744073709551615 is too large"):
         make_batch(IMAGES, LABELS, np.array([0, 2**64 - 1], np.uint64))

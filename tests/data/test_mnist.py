@@ -84,6 +84,11 @@ def test_plain_files_are_read_like_packed_ones(folder):
         ),
         ("t10k-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\x0a", "label 10"),
         ("t10k-labels-idx1-ubyte", lambda raw: b"\0\0\x08\x01\0\0\0\0", "0 items"),
+        (
+            "t10k-labels-idx1-ubyte",
+            lambda raw: raw[:4] + b"\x7f\xff\xff\xff" + raw[8:],
+            "the header has 2147483647 items, more than",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(folder, name, damage, complaint):

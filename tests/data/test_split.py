@@ -155,6 +155,8 @@ def test_a_checkpoint_of_another_plan_is_refused():
             other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="num_parts"):
         SplitSampler(30, 2).load_state_dict(ShardedSampler(30, 4, 0, 2).state_dict())
+    with pytest.raises(CheckpointError, match="no part has 15 samples before its last"):
+        SplitSampler(30, 2).load_state_dict(state | {"position": 15})
 
 
 # ---- bad input -------------------------------------------------------------------------------------------
