@@ -13,10 +13,10 @@ differs from nnabla.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import TIMEOUT_MAX
-from typing import Any
 
 from .autograd import BackwardCallback
 from .comm.base import Communicator, ReduceOp
@@ -290,45 +290,23 @@ class MultiProcessDataParallelCommunicator(_Copies):
                 read-only, or was made by a recorded operator; nothing was sent.
             CommError: a peer is gone, late or disagrees.
         """
-        self._sum(self._member("all_reduce", group), data, division, inplace, "communicators.all_reduce")
-
-    def _sum(
-        self, communicator: Communicator, data: RawOrTensors, division: bool, inplace: bool, name: str
-    ) -> None:
-        op = _op(division)
-
-        def start(arrays: list[Any], name: str) -> Work:
-            return communicator.all_reduce(arrays, op, name=name)
-
-        given = given_arrays("all_reduce", data, division)
-        with _aborting(communicator, name):
-            change_arrays(start, name, given, inplace)
+        communicator = self._member("all_reduce", group)
+        start = partial(communicator.all_reduce, op=_op(division))
+        _change(communicator, start, "all_reduce", data, inplace, division)
 
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
     ) -> None:
         """Reduce as ``all_reduce`` does, to rank ``dst`` of the world alone; the other ranks' values stay."""
         communicator, op = self._member("reduce", group), _op(division)
-        root = self._root("reduce", "dst", dst, group)
-
-        def start(arrays: list[Any], name: str) -> Work:
-            return communicator.reduce(arrays, op, root, name=name)
-
-        given = given_arrays("reduce", data, division)
-        with _aborting(communicator, "communicators.reduce"):
-            change_arrays(start, "communicators.reduce", given, inplace)
+        start = partial(communicator.reduce, op=op, root=self._root("reduce", "dst", dst, group))
+        _change(communicator, start, "reduce", data, inplace, division)
 
     def bcast(self, data: RawOrTensors, src: int, inplace: bool = False, group: str = WORLD) -> None:
         """Replace the values by those of rank ``src``, a rank of the world in the group."""
         communicator = self._member("bcast", group)
-        root = self._root("bcast", "src", src, group)
-
-        def start(arrays: list[Any], name: str) -> Work:
-            return communicator.broadcast(arrays, root, name=name)
-
-        given = given_arrays("bcast", data)
-        with _aborting(communicator, "communicators.bcast"):
-            change_arrays(start, "communicators.bcast", given, inplace)
+        start = partial(communicator.broadcast, root=self._root("bcast", "src", src, group))
+        _change(communicator, start, "bcast", data, inplace)
 
     def all_gather(
         self, ndarray: RawOrTensor, ndarray_list: Sequence[RawOrTensor], group: str = WORLD
@@ -408,7 +386,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
         if len(names) > MAX_NAMES:
             names = text_of_names(totals)
         name = f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'} {names}"
-        self._sum(communicator, list(totals.values()), division, inplace, name)
+        start = partial(communicator.all_reduce, op=_op(division))
+        _change(communicator, start, "all_reduce", list(totals.values()), inplace, division, name)
         self._spread(totals, division)
 
     def all_reduce_callback(
@@ -553,6 +532,22 @@ class _AllReduceCallback(BackwardCallback):
             grad *= self._scale
         self._sums.labels.setdefault(grad, label)
         self._sums.add_gradient(grad, grad)
+
+
+def _change(
+    communicator: Communicator,
+    start: Callable[..., Work],
+    where: str,
+    data: RawOrTensors,
+    inplace: bool,
+    division: bool = False,
+    name: str = "",
+) -> None:
+    """Change ``data`` by the collective that ``start`` starts; ``name``: what the ranks compare, "" is ``where``."""
+    name = name or f"communicators.{where}"
+    given = given_arrays(where, data, division)
+    with _aborting(communicator, name):
+        change_arrays(start, name, given, inplace)
 
 
 @contextmanager
