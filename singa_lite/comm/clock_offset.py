@@ -68,12 +68,9 @@ def measure_offset(
         message[0] = clock()
         pair.broadcast(message, 1, name="back").wait(timeout_s)
         end = clock()
-        best = min(best, Offset(end, float(message[0]) - (start + end) / 2, (end - start) / 2), key=_error)
+        measured = Offset(end, float(message[0]) - (start + end) / 2, (end - start) / 2)
+        best = min(best, measured, key=lambda offset: offset.error_s)
     return best if pair.rank == 0 else None
-
-
-def _error(offset: Offset) -> float:
-    return offset.error_s
 
 
 def offset_at(offsets: Sequence[Offset], now: float) -> float:
