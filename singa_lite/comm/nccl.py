@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _native, config
-from ..config import state
+from .. import _native
+from ..config import is_on, state
 from ..error_stream import sendable
 from ..errors import CommError, DTypeError
 from ..graph.recorder import unrecorded
@@ -135,25 +135,17 @@ class NcclCommunicator(Communicator):
         self.kind = self._arrays.kind
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
-        _check_ranks(everyone, [host.world.name_of(rank) for rank in range(host.size)])
+        names = [host.world.name_of(rank) for rank in range(host.size)]
+        _check_ranks(everyone, names)
         peers = [
-            (host.world.name_of(rank), other["process"])
+            (names[rank], other["process"])
             for rank, other in enumerate(everyone)
             if rank != self.rank and other["host"] == mine["host"]
         ]
-        identity = bytes.fromhex(everyone[0]["id"])
+        identity, is_blocking = bytes.fromhex(everyone[0]["id"]), is_on("SINGA_LITE_NCCL_BLOCKING")
+        ranks = (self.rank, names[self.rank], self.size)
         self._native: Any = native.Communicator(
-            library,
-            driver,
-            identity,
-            self.rank,
-            self.world.name_of(self.rank),
-            self.size,
-            device,
-            self.timeout_s,
-            peers,
-            parent,
-            config.is_on("SINGA_LITE_NCCL_BLOCKING"),
+            library, driver, identity, *ranks, device, self.timeout_s, peers, parent, is_blocking
         )
         self._start_native, self._wait = self._native.start, self._native.wait
         self.flight_recorder = self._recorder = self._make_recorder(everyone, name)
@@ -282,17 +274,9 @@ class NcclCommunicator(Communicator):
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
         source, device, stream = self._arrays.locate(array)
         target = source if out is array else self._address_of_result(out, kind, name)
+        dtype = DTYPE_CODES[array.dtype]
         native = self._start_native(
-            KIND_CODES[kind],
-            OP_CODES[op],
-            DTYPE_CODES[array.dtype],
-            root,
-            source,
-            target,
-            count,
-            name,
-            stream,
-            device,
+            KIND_CODES[kind], OP_CODES[op], dtype, root, source, target, count, name, stream, device
         )
         if self._recorder is not None:
             self._recorder.given(native)
