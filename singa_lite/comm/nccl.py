@@ -42,7 +42,7 @@ from .base import DTYPES, HAS_BLOCKS, Communicator, Graph, Operation, ReduceOp
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES
 from .flight_record import GPU_TITLE
 from .flight_recorder import is_recording, title_of
-from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, is_cuda_array
+from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, address_of, is_cuda_array
 from .gpu_recorder import GpuRecorder
 from .wire import WIRE_DTYPES
 from .work import Array, Work
@@ -118,7 +118,12 @@ class NcclCommunicator(Communicator):
 
     @classmethod
     def describe(cls) -> str:
-        return describe()
+        """Return as ``Communicator.describe``. Opens NCCL and the driver."""
+        mine, *_ = _introduce(1, 0)  # as a rank that makes no id, which would start NCCL's network
+        if "failure" in mine:
+            return f"no: {mine['failure']}"
+        version = mine["version"]
+        return f"works: NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, one GPU a rank"
 
     def __init__(
         self,
@@ -328,19 +333,9 @@ def _leave_at_exit(graphs: weakref.WeakSet[Graph], native: Any) -> None:
     _leave(graphs, lambda: native.close(left_s))
 
 
-def describe() -> str:
-    """Return whether this process could send CUDA arrays, "works: ..." or "no: ...". Opens NCCL and the driver."""
-    mine, *_ = _introduce(1, 0)  # as a rank that makes no id, which would start NCCL's network
-    if "failure" in mine:
-        return f"no: {mine['failure']}"
-    version = mine["version"]
-    return f"works: NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, one GPU a rank"
-
-
 def device_of(array: Any) -> int:  # Any: of CUDA's array interface
     """Number of the GPU that a CUDA array lives on."""
-    driver = _load().Driver(_driver_names())
-    return int(driver.device_of(array.__cuda_array_interface__["data"][0]))
+    return int(_load().Driver(_driver_names()).device_of(address_of(array)))
 
 
 def _load() -> Any:
