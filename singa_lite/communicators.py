@@ -193,8 +193,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def __init__(self, device: Device | None = None) -> None:
         super().__init__(device)
         self._world: Communicator | None = None
-        self._groups: dict[str, Communicator | None] = {}
-        self._ranks: dict[str, list[int]] = {}
+        # by name: ranks of the world, and the communicator where this rank is one of them
+        self._groups: dict[str, tuple[list[int], Communicator | None]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._world or 'init() was not called'!s})"
@@ -213,7 +213,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
             check_number(f"{type(self).__name__}: init", "timeout_s", timeout_s, 1e-3, TIMEOUT_MAX)
         if self._world is None:
             self._world = process_communicator(timeout_s=timeout_s)
-            self._groups[WORLD], self._ranks[WORLD] = self._world, list(range(self._world.size))
+            self._groups[WORLD] = list(range(self._world.size)), self._world
 
     # ---- what it is ----------------------------------------------------------------------------------
 
@@ -256,18 +256,17 @@ class MultiProcessDataParallelCommunicator(_Copies):
         name, ranks = name_ranks[0], check_ints(where, "ranks", name_ranks[1], 0)
         if not isinstance(name, str) or not name:
             raise OptionError(f"{where}: the name must be text, not {name!r}")
-        if name in self._ranks:
+        if name in self._groups:
             raise OptionError(
-                f"{where}: there is a group {name!r} of ranks {self._ranks[name]}; take another name"
+                f"{where}: there is a group {name!r} of ranks {self._groups[name][0]}; take another name"
             )
-        communicator = world.new_group(ranks, name=name)  # which checks the ranks
-        self._groups[name], self._ranks[name] = communicator, ranks
+        self._groups[name] = ranks, world.new_group(ranks, name=name)  # which checks the ranks
         return name
 
     def list_groups(self) -> dict[str, list[int]]:
         """Return the ranks of every group by its name."""
         self._joined("list_groups")
-        return {name: list(ranks) for name, ranks in self._ranks.items()}
+        return {name: list(ranks) for name, (ranks, _) in self._groups.items()}
 
     def find_group(self, group: str) -> list[int]:
         """Return the ranks of a group; an empty list if there is none of that name."""
@@ -364,7 +363,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def abort(self, reason: str = "abort() was called") -> None:
         """Leave the world and all groups because of an error; peers that wait for this rank raise CommError at once."""
         self._joined("abort")
-        for communicator in self._groups.values():
+        for _, communicator in self._groups.values():
             if communicator is not None:
                 communicator.abort(str(reason))
 
@@ -443,17 +442,15 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def _member(self, where: str, group: str) -> Communicator:
         """Return the communicator of a group that this rank is in."""
         world = self._joined(where)
-        check_choice(where, "group", group, self._ranks)
-        communicator = self._groups[group]
+        check_choice(where, "group", group, self._groups)
+        ranks, communicator = self._groups[group]
         if communicator is None:
-            raise OptionError(
-                f"{where}: rank {world.rank} is not in group {group!r} of ranks {self._ranks[group]}"
-            )
+            raise OptionError(f"{where}: rank {world.rank} is not in group {group!r} of ranks {ranks}")
         return communicator
 
     def _root(self, where: str, name: str, rank: object, group: str) -> int:
         """Return the number within a group of a rank of the world."""
-        number, ranks = check_int(where, name, rank, 0), self._ranks[group]
+        number, ranks = check_int(where, name, rank, 0), self._groups[group][0]
         if number not in ranks:
             raise OptionError(f"{where}: {name} = {number} is not in group {group!r} of ranks {ranks}")
         return ranks.index(number)
@@ -485,13 +482,7 @@ class _Sums(BucketedSync):
 
 
 class _AllReduceCallback(BackwardCallback):
-    """See ``all_reduce_callback``; gradients stand where a scheme has parameters.
-
-    Args:
-        sums: exchanges them.
-        arrays: the gradients.
-        scale: what they are multiplied by first.
-    """
+    """See ``all_reduce_callback``; gradients, multiplied by ``scale``, stand where a scheme has parameters."""
 
     def __init__(self, sums: _Sums, arrays: list[GivenArray], scale: float) -> None:
         self._sums, self._scale = sums, scale
