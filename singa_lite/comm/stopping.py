@@ -81,11 +81,9 @@ class StopAgreement:
 
     def listen(self, signals: Iterable[int]) -> None:
         """Turn ``signals`` into requests to stop; see ``DistOpt.stop_on_signals``."""
-        if not isinstance(signals, Iterable):
-            raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}")
         try:
             numbers = [_signal(number) for number in signals]
-        except TypeError as error:  # a numpy array without axes
+        except TypeError as error:
             raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}") from error
         if numbers and threading.current_thread() is not threading.main_thread():
             raise OptionError("stop_on_signals: Python handles signals in the main thread; call it there")
