@@ -36,10 +36,9 @@ class Offset(NamedTuple):
 
 
 def pairs_with_rank_0(communicator: Communicator) -> dict[int, Communicator]:
-    """Make a communicator of rank 0 and each rank on another host; all ranks must call it.
+    """Make a communicator of rank 0 with each rank on another host; return, by that rank, those that have this one.
 
-    Returns:
-        By that rank: all of them on rank 0, its own on that rank, none on the others.
+    All ranks must call it.
     """
     hosts = communicator.all_gather_object(this_host(), name="hosts of a trace")
     found = {}
