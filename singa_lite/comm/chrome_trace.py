@@ -56,7 +56,8 @@ def chrome_trace(parts: Mapping[int, Part]) -> dict[str, Any]:
         for process, part in parts.items()
     }
     collectives = [each for process, part in shifted.items() for each in _collectives(process, part)]
-    start = min((span.start for part in shifted.values() for span in _spans(part)), default=0.0)
+    steps = [step for part in shifted.values() for step in part.steps]
+    start = min((span.start for _, _, spans, _ in steps for span in spans), default=0.0)
     events: list[Event] = []
     named: set[str] = set()
     for process, part in sorted(shifted.items()):
@@ -116,10 +117,6 @@ def _shifted(part: Part, offsets: Sequence[Offset]) -> Part:
         ]
         steps.append((number, thread, moved, works))
     return replace(part, steps=steps)
-
-
-def _spans(part: Part) -> Iterator[Span]:
-    return (span for _, _, spans, _ in part.steps for span in spans)
 
 
 def _collectives(process: int, part: Part) -> Iterator[TracedCollective]:

@@ -140,7 +140,7 @@ class NcclCommunicator(Communicator):
         self.kind = self._arrays.kind
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
-        names = [host.world.name_of(rank) for rank in range(host.size)]
+        names = host.world.members_of(range(host.size))
         _check_ranks(everyone, names)
         peers = [
             (names[rank], other["process"])
