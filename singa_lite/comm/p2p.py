@@ -309,7 +309,6 @@ class Messenger(ABC):
 
     def drain(self, seconds: float) -> None:
         """Take, after close(), what is on its way from the peers, for at most ``seconds``."""
-        return
 
     # ---- what a transport writes -------------------------------------------------------------------
 
