@@ -13,10 +13,10 @@ differs from nnabla.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import TIMEOUT_MAX
-from typing import Any
 
 from .autograd import BackwardCallback
 from .comm.base import Communicator, ReduceOp
@@ -193,8 +193,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def __init__(self, device: Device | None = None) -> None:
         super().__init__(device)
         self._world: Communicator | None = None
-        self._groups: dict[str, Communicator | None] = {}
-        self._ranks: dict[str, list[int]] = {}
+        # by name: ranks of the world, and the communicator where this rank is one of them
+        self._groups: dict[str, tuple[list[int], Communicator | None]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._world or 'init() was not called'!s})"
@@ -213,7 +213,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
             check_number(f"{type(self).__name__}: init", "timeout_s", timeout_s, 1e-3, TIMEOUT_MAX)
         if self._world is None:
             self._world = process_communicator(timeout_s=timeout_s)
-            self._groups[WORLD], self._ranks[WORLD] = self._world, list(range(self._world.size))
+            self._groups[WORLD] = list(range(self._world.size)), self._world
 
     # ---- what it is ----------------------------------------------------------------------------------
 
@@ -256,18 +256,17 @@ class MultiProcessDataParallelCommunicator(_Copies):
         name, ranks = name_ranks[0], check_ints(where, "ranks", name_ranks[1], 0)
         if not isinstance(name, str) or not name:
             raise OptionError(f"{where}: the name must be text, not {name!r}")
-        if name in self._ranks:
+        if name in self._groups:
             raise OptionError(
-                f"{where}: there is a group {name!r} of ranks {self._ranks[name]}; take another name"
+                f"{where}: there is a group {name!r} of ranks {self._groups[name][0]}; take another name"
             )
-        communicator = world.new_group(ranks, name=name)  # which checks the ranks
-        self._groups[name], self._ranks[name] = communicator, ranks
+        self._groups[name] = ranks, world.new_group(ranks, name=name)  # which checks the ranks
         return name
 
     def list_groups(self) -> dict[str, list[int]]:
         """Return the ranks of every group by its name."""
         self._joined("list_groups")
-        return {name: list(ranks) for name, ranks in self._ranks.items()}
+        return {name: list(ranks) for name, (ranks, _) in self._groups.items()}
 
     def find_group(self, group: str) -> list[int]:
         """Return the ranks of a group; an empty list if there is none of that name."""
@@ -290,45 +289,23 @@ class MultiProcessDataParallelCommunicator(_Copies):
                 read-only, or was made by a recorded operator; nothing was sent.
             CommError: a peer is gone, late or disagrees.
         """
-        self._sum(self._member("all_reduce", group), data, division, inplace, "communicators.all_reduce")
-
-    def _sum(
-        self, communicator: Communicator, data: RawOrTensors, division: bool, inplace: bool, name: str
-    ) -> None:
-        op = _op(division)
-
-        def start(arrays: list[Any], name: str) -> Work:
-            return communicator.all_reduce(arrays, op, name=name)
-
-        given = given_arrays("all_reduce", data, division)
-        with _aborting(communicator, name):
-            change_arrays(start, name, given, inplace)
+        communicator = self._member("all_reduce", group)
+        start = partial(communicator.all_reduce, op=_op(division))
+        _change(communicator, start, "all_reduce", data, inplace, division)
 
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
     ) -> None:
         """Reduce as ``all_reduce`` does, to rank ``dst`` of the world alone; the other ranks' values stay."""
         communicator, op = self._member("reduce", group), _op(division)
-        root = self._root("reduce", "dst", dst, group)
-
-        def start(arrays: list[Any], name: str) -> Work:
-            return communicator.reduce(arrays, op, root, name=name)
-
-        given = given_arrays("reduce", data, division)
-        with _aborting(communicator, "communicators.reduce"):
-            change_arrays(start, "communicators.reduce", given, inplace)
+        start = partial(communicator.reduce, op=op, root=self._root("reduce", "dst", dst, group))
+        _change(communicator, start, "reduce", data, inplace, division)
 
     def bcast(self, data: RawOrTensors, src: int, inplace: bool = False, group: str = WORLD) -> None:
         """Replace the values by those of rank ``src``, a rank of the world in the group."""
         communicator = self._member("bcast", group)
-        root = self._root("bcast", "src", src, group)
-
-        def start(arrays: list[Any], name: str) -> Work:
-            return communicator.broadcast(arrays, root, name=name)
-
-        given = given_arrays("bcast", data)
-        with _aborting(communicator, "communicators.bcast"):
-            change_arrays(start, "communicators.bcast", given, inplace)
+        start = partial(communicator.broadcast, root=self._root("bcast", "src", src, group))
+        _change(communicator, start, "bcast", data, inplace)
 
     def all_gather(
         self, ndarray: RawOrTensor, ndarray_list: Sequence[RawOrTensor], group: str = WORLD
@@ -386,7 +363,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def abort(self, reason: str = "abort() was called") -> None:
         """Leave the world and all groups because of an error; peers that wait for this rank raise CommError at once."""
         self._joined("abort")
-        for communicator in self._groups.values():
+        for _, communicator in self._groups.values():
             if communicator is not None:
                 communicator.abort(str(reason))
 
@@ -408,7 +385,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
         if len(names) > MAX_NAMES:
             names = text_of_names(totals)
         name = f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'} {names}"
-        self._sum(communicator, list(totals.values()), division, inplace, name)
+        start = partial(communicator.all_reduce, op=_op(division))
+        _change(communicator, start, "all_reduce", list(totals.values()), inplace, division, name)
         self._spread(totals, division)
 
     def all_reduce_callback(
@@ -464,17 +442,15 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def _member(self, where: str, group: str) -> Communicator:
         """Return the communicator of a group that this rank is in."""
         world = self._joined(where)
-        check_choice(where, "group", group, self._ranks)
-        communicator = self._groups[group]
+        check_choice(where, "group", group, self._groups)
+        ranks, communicator = self._groups[group]
         if communicator is None:
-            raise OptionError(
-                f"{where}: rank {world.rank} is not in group {group!r} of ranks {self._ranks[group]}"
-            )
+            raise OptionError(f"{where}: rank {world.rank} is not in group {group!r} of ranks {ranks}")
         return communicator
 
     def _root(self, where: str, name: str, rank: object, group: str) -> int:
         """Return the number within a group of a rank of the world."""
-        number, ranks = check_int(where, name, rank, 0), self._ranks[group]
+        number, ranks = check_int(where, name, rank, 0), self._groups[group][0]
         if number not in ranks:
             raise OptionError(f"{where}: {name} = {number} is not in group {group!r} of ranks {ranks}")
         return ranks.index(number)
@@ -506,13 +482,7 @@ class _Sums(BucketedSync):
 
 
 class _AllReduceCallback(BackwardCallback):
-    """See ``all_reduce_callback``; gradients stand where a scheme has parameters.
-
-    Args:
-        sums: exchanges them.
-        arrays: the gradients.
-        scale: what they are multiplied by first.
-    """
+    """See ``all_reduce_callback``; gradients, multiplied by ``scale``, stand where a scheme has parameters."""
 
     def __init__(self, sums: _Sums, arrays: list[GivenArray], scale: float) -> None:
         self._sums, self._scale = sums, scale
@@ -553,6 +523,22 @@ class _AllReduceCallback(BackwardCallback):
             grad *= self._scale
         self._sums.labels.setdefault(grad, label)
         self._sums.add_gradient(grad, grad)
+
+
+def _change(
+    communicator: Communicator,
+    start: Callable[..., Work],
+    where: str,
+    data: RawOrTensors,
+    inplace: bool,
+    division: bool = False,
+    name: str = "",
+) -> None:
+    """Change ``data`` by the collective that ``start`` starts; ``name``: what the ranks compare, "" is ``where``."""
+    name = name or f"communicators.{where}"
+    given = given_arrays(where, data, division)
+    with _aborting(communicator, name):
+        change_arrays(start, name, given, inplace)
 
 
 @contextmanager

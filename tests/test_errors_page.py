@@ -16,11 +16,7 @@ LEAST = 8  # shorter pieces of a message are glue such as " of "
 ERRORS = ("CommError", "_error")  # called with such a text
 TEXTS = ("difference",)  # functions that return such a text, or an end of one
 # raised with the text of another error, which the page has
-PASSED_ON = {
-    "new_group {}: {}",
-    "rank {}: {}: {}",
-    "find_world: {} started this process as rank {} of {}, but {}",
-}
+PASSED_ON = {"new_group {}: {}"}
 
 
 def python_messages() -> list[str]:

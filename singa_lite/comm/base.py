@@ -411,13 +411,10 @@ class Communicator(ABC):
             if self.flight_recorder is not None:
                 self.flight_recorder.report(error)
         finally:  # their errors repeat this text, with the path of the report
-            self._abort_others(error)
-
-    def _abort_others(self, error: CommError) -> None:
-        others, self._aborts_with = self._aborts_with, []
-        for reference in others:
-            if (other := reference()) is not None:
-                other.abort(str(error))
+            others, self._aborts_with = self._aborts_with, []
+            for reference in others:
+                if (other := reference()) is not None:
+                    other.abort(str(error))
 
     # ---- what a transport writes -------------------------------------------------------------------
 

@@ -29,40 +29,21 @@ THREAD_OF = {"pack": EXCHANGE, "compress": EXCHANGE, "decompress": EXCHANGE, "wa
 PER_THREAD = 100  # threads of the trace for each thread of a process
 
 
-class Key(NamedTuple):
-    """What is equal on all ranks for one collective, and for no other one.
-
-    A rank's steps are its own: one may make a step more than the others, or write fewer.
-
-    Attributes:
-        restart: of the job.
-        members: of its communicator, see ``Waited``.
-        number: likewise.
-        name: of the collective.
-        occurrence: which one of these it is, as a process may have several communicators of the same ranks.
-    """
-
-    restart: int
-    members: tuple[int, ...]
-    number: int
-    name: str
-    occurrence: int
-
-
 class TracedCollective(NamedTuple):
     """A collective of a step as one rank saw it.
 
     Attributes:
         process: that rank's in the trace.
-        step: of this rank.
-        key: of the collective.
+        step: of this rank; others may make a step more, or write fewer.
+        key: equal on all ranks for this collective, and for no other one: the job's restart, the communicator's
+            members, number and name, and which of these it is, as ranks may have several communicators in common.
         waited: of the clock, times corrected to rank 0's.
         times: those of ``waited``.
     """
 
     process: int
     step: int
-    key: Key
+    key: tuple[object, ...]
     waited: Waited
     times: tuple[float, float, float]
 
@@ -75,7 +56,8 @@ def chrome_trace(parts: Mapping[int, Part]) -> dict[str, Any]:
         for process, part in parts.items()
     }
     collectives = [each for process, part in shifted.items() for each in _collectives(process, part)]
-    start = min((span.start for part in shifted.values() for span in _spans(part)), default=0.0)
+    steps = [step for part in shifted.values() for step in part.steps]
+    start = min((span.start for _, _, spans, _ in steps for span in spans), default=0.0)
     events: list[Event] = []
     named: set[str] = set()
     for process, part in sorted(shifted.items()):
@@ -84,8 +66,11 @@ def chrome_trace(parts: Mapping[int, Part]) -> dict[str, Any]:
             name = f"process {part.pid}"
         named.add(name)
         events.append(_named("process_name", name, process))
-        events += _host_events(process, part, start)
-    events += _wire_events(collectives, shifted, start)
+        events += _host_events(process, part)
+    events += _wire_events(collectives, shifted)
+    for event in events:
+        if "ts" in event:  # seconds of rank 0's clock so far
+            event["ts"] = 1e6 * (event["ts"] - start)
     clocks = {
         f"rank {rank}{_restart(restart)}": {
             "offset_s": [one.offset_s for one in known],
@@ -134,21 +119,17 @@ def _shifted(part: Part, offsets: Sequence[Offset]) -> Part:
     return replace(part, steps=steps)
 
 
-def _spans(part: Part) -> Iterator[Span]:
-    return (span for _, _, spans, _ in part.steps for span in spans)
-
-
 def _collectives(process: int, part: Part) -> Iterator[TracedCollective]:
-    counts: Counter[Key] = Counter()
+    counts: Counter[tuple[object, ...]] = Counter()
     for step, _, _, waited in part.steps:
         for each in waited:
-            key = Key(part.restart, each.members, each.number, each.name, 0)
-            counts[key] += 1
+            alike = (part.restart, each.members, each.number, each.name)
+            counts[alike] += 1
             if each.times is not None:
-                yield TracedCollective(process, step, key._replace(occurrence=counts[key]), each, each.times)
+                yield TracedCollective(process, step, (*alike, counts[alike]), each, each.times)
 
 
-def _host_events(process: int, part: Part, start: float) -> Iterator[Event]:
+def _host_events(process: int, part: Part) -> Iterator[Event]:
     """Yield what the host of a rank did."""
     threads = {thread for _, thread, _, _ in part.steps}
     for thread in threads:
@@ -158,16 +139,12 @@ def _host_events(process: int, part: Part, start: float) -> Iterator[Event]:
         for span in spans:
             if span.end > span.start:
                 number = thread * PER_THREAD + THREAD_OF.get(span.phase, COMPUTE)
-                yield _complete(
-                    span.phase, process, number, span.start - start, span.end - start, step, span.name
-                )
+                yield _complete(process, number, step, span.name, span.phase, span.start, span.end)
 
 
-def _wire_events(
-    collectives: Sequence[TracedCollective], parts: Mapping[int, Part], start: float
-) -> Iterator[Event]:
+def _wire_events(collectives: Sequence[TracedCollective], parts: Mapping[int, Part]) -> Iterator[Event]:
     """Yield the collectives of all ranks, with arrows from what started each to what followed the wait for it."""
-    of_key: dict[Key, list[TracedCollective]] = defaultdict(list)
+    of_key: dict[object, list[TracedCollective]] = defaultdict(list)
     for each in collectives:
         of_key[each.key].append(each)
     steps = {
@@ -185,24 +162,22 @@ def _wire_events(
             yield _named("thread_name", "wire" if wire == 0 else f"wire {wire + 1}", process, WIRE + wire)
             wires[process].append(ended)
         wires[process][wire] = ended
-        num_members = len(key.members) or num_ranks[key.restart]
+        num_members = len(waited.members) or num_ranks[parts[process].restart]
         last = _last_process(each, of_key[key], num_members)
         facts: dict[str, Any] = {"bytes_sent": waited.bytes_sent, "kind": waited.kind}
         if last is not None:
             facts["last_rank"] = _rank(last, parts[last])
         if there > posted and last != process:
-            what = "waits for another rank" if last is None else f"waits for rank {facts['last_rank']}"
+            who = "another rank" if last is None else f"rank {facts['last_rank']}"
             yield _complete(
-                what, process, WIRE + wire, posted - start, there - start, step, key.name, **facts
+                process, WIRE + wire, step, waited.name, f"waits for {who}", posted, there, **facts
             )
-        yield _complete(
-            waited.kind, process, WIRE + wire, there - start, ended - start, step, key.name, **facts
-        )
-        yield from _arrow(number, each, *steps[process, step], WIRE + wire, start)
+        yield _complete(process, WIRE + wire, step, waited.name, waited.kind, there, ended, **facts)
+        yield from _arrow(number, each, *steps[process, step], WIRE + wire)
 
 
 def _arrow(
-    number: int, one: TracedCollective, thread: int, spans: Sequence[Span], wire: int, start: float
+    number: int, one: TracedCollective, thread: int, spans: Sequence[Span], wire: int
 ) -> Iterator[Event]:
     """Yield the arrow from what called a collective, over its wire, to what followed the wait for it."""
     posted, there, _ = one.times
@@ -211,9 +186,9 @@ def _arrow(
         return
     arrow = {"id": number, "name": "gradient", "cat": "gradient", "pid": one.process}
     first, last = (thread * PER_THREAD + THREAD_OF.get(span.phase, COMPUTE) for span in (before, after))
-    yield {**arrow, "ph": "s", "ts": 1e6 * (posted - start), "tid": first}
-    yield {**arrow, "ph": "t", "ts": 1e6 * (max(posted, there) - start), "tid": wire}
-    yield {**arrow, "ph": "f", "bp": "e", "ts": 1e6 * (one.waited.end - start), "tid": last}
+    yield {**arrow, "ph": "s", "ts": posted, "tid": first}
+    yield {**arrow, "ph": "t", "ts": max(posted, there), "tid": wire}
+    yield {**arrow, "ph": "f", "bp": "e", "ts": one.waited.end, "tid": last}
 
 
 def _last_process(one: TracedCollective, same: Sequence[TracedCollective], num_members: int) -> int | None:
@@ -233,18 +208,11 @@ def _span_at(spans: Sequence[Span], now: float) -> Span | None:
 
 
 def _complete(
-    name: str, process: int, thread: int, start: float, end: float, step: int, what: str, **facts: Any
+    process: int, thread: int, step: int, of: str, name: str, start: float, end: float, **facts: Any
 ) -> Event:
-    """Return an event that lasts from ``start`` to ``end``, seconds."""
-    event = {
-        "ph": "X",
-        "name": name,
-        "pid": process,
-        "tid": thread,
-        "ts": 1e6 * start,
-        "dur": 1e6 * (end - start),
-    }
-    return {**event, "args": {"step": step, **({"of": what} if what else {}), **facts}}
+    """Return an event that lasts from ``start`` to ``end``, seconds; ``of``: what it is part of, if anything."""
+    event = {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start, "dur": 1e6 * (end - start)}
+    return {**event, "args": {"step": step, **({"of": of} if of else {}), **facts}}
 
 
 def _named(kind: str, name: str, process: int, thread: int = 0) -> Event:

@@ -36,10 +36,9 @@ class Offset(NamedTuple):
 
 
 def pairs_with_rank_0(communicator: Communicator) -> dict[int, Communicator]:
-    """Make a communicator of rank 0 and each rank on another host; all ranks must call it.
+    """Make a communicator of rank 0 with each rank on another host; return, by that rank, those that have this one.
 
-    Returns:
-        By that rank: all of them on rank 0, its own on that rank, none on the others.
+    All ranks must call it.
     """
     hosts = communicator.all_gather_object(this_host(), name="hosts of a trace")
     found = {}
@@ -68,12 +67,9 @@ def measure_offset(
         message[0] = clock()
         pair.broadcast(message, 1, name="back").wait(timeout_s)
         end = clock()
-        best = min(best, Offset(end, float(message[0]) - (start + end) / 2, (end - start) / 2), key=_error)
+        measured = Offset(end, float(message[0]) - (start + end) / 2, (end - start) / 2)
+        best = min(best, measured, key=lambda offset: offset.error_s)
     return best if pair.rank == 0 else None
-
-
-def _error(offset: Offset) -> float:
-    return offset.error_s
 
 
 def offset_at(offsets: Sequence[Offset], now: float) -> float:

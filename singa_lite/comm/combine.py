@@ -12,6 +12,8 @@ from .base import ReduceOp
 from .wire import narrow, widen
 from .work import Array
 
+STEPS: dict[str | None, Any] = {"max": np.maximum, "min": np.minimum}  # else addition
+
 
 def combine(rows: Sequence[Array], op: ReduceOp | None) -> Array:
     """Combine equal-shaped ``rows`` in their order; NaN wins in "max" and "min".
@@ -22,8 +24,7 @@ def combine(rows: Sequence[Array], op: ReduceOp | None) -> Array:
     dtype = rows[0].dtype
     total = widen(rows[0])
     total = total if total.flags.writeable else total.copy()
-    steps: dict[str | None, Any] = {"max": np.maximum, "min": np.minimum}
-    step = steps.get(op, np.add)
+    step = STEPS.get(op, np.add)
     for row in rows[1:]:
         step(total, widen(row), out=total)
     if op == "mean":

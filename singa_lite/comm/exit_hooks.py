@@ -175,14 +175,13 @@ class ExitHooks:
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        is_mpi = self.mpi_job is not None and not self.is_of_parent
-        if is_mpi:
-            assert self.mpi_job is not None
+        job = None if self.is_of_parent else self.mpi_job
+        if job is not None:
             # mpiexec does not name the rank of a line, and mixes lines: all in one write
-            first = f"singa_lite: rank {self.mpi_job.rank} of {self.mpi_job.size} failed:\n"
+            first = f"singa_lite: rank {job.rank} of {job.size} failed:\n"
             tell("".join([first, *format_exception(kind, error, traceback)]))
         try:
-            if not is_mpi or self._excepthook is not sys.__excepthook__:
+            if job is None or self._excepthook is not sys.__excepthook__:
                 self._excepthook(kind, error, traceback)
         finally:  # Note [full error stream]
             if not self.is_of_parent:
@@ -215,7 +214,9 @@ class ExitHooks:
 
     def _abort_at_end(self, reason: str) -> None:
         if self.mpi_job is None:  # several hosts: rank_wrapper.py does
-            _note_end_by_failure()
+            with contextlib.suppress(CommError):  # the script has changed the launcher's variables
+                if (progress := progress_of_process()) is not None:
+                    progress.note_failure()  # for `singa-lite run`, as something may keep this process alive
         self._abort(reason)
 
     def _abort(self, reason: str) -> None:
@@ -271,14 +272,6 @@ def report_from_run() -> None:
 
     if sys.version_info >= (3, 13) and run.__module__ != __name__:  # once in a process
         BaseProcess.run = reporting  # type: ignore[method-assign]
-
-
-def _note_end_by_failure() -> None:
-    """Note for `singa-lite run` that this process fails, as something may keep it alive."""
-    with contextlib.suppress(CommError):  # the script has changed the launcher's variables
-        progress = progress_of_process()
-        if progress is not None:
-            progress.note_failure()
 
 
 def _is_failure(error: BaseException | None) -> bool:

@@ -67,10 +67,8 @@ class FlightRecorder(ABC):
         self.world_id = world_id
         self._process = os.getpid()
         write_stacks()
-        state.flight_recorders = (
-            *(one for one in state.flight_recorders if one() is not None),
-            weakref.ref(self),
-        )
+        living = (known for known in state.flight_recorders if known() is not None)
+        state.flight_recorders = (*living, weakref.ref(self))
 
     @abstractmethod
     def read(self) -> FlightRecord:
@@ -131,12 +129,7 @@ class FlightRecorder(ABC):
 
 
 class EngineRecorder(FlightRecorder):
-    """The recorder of a shared-memory communicator, in its segment.
-
-    Args:
-        engine: the native engine, which records by itself.
-        world_id: see ``FlightRecorder``.
-    """
+    """The recorder of a shared-memory communicator, in whose segment its native ``engine`` records by itself."""
 
     def __init__(self, engine: Any, world_id: str) -> None:
         super().__init__(world_id)
@@ -230,21 +223,17 @@ def records_of_this_process() -> list[FlightRecord]:
     """Return the records of this process's communicators, and of all processes of this host that these name."""
     own = []
     for reference in state.flight_recorders:
-        recorder = reference()
-        if recorder is not None:
-            try:
+        if (recorder := reference()) is not None:
+            with contextlib.suppress(CommError):  # it is closed
                 own.append(recorder.read())
-            except CommError:  # it is closed
-                continue
     return records_from([], own)
 
 
 def report_path(world_id: str, folder: str | Path | None = None) -> Path | None:
     """Return the file for reports of a world; None if there is no folder for it, nor SINGA_LITE_LOG_DIR."""
     folder = folder or env("SINGA_LITE_LOG_DIR")
-    return (
-        Path(folder) / f"flight-record-{re.sub('[^A-Za-z0-9_]', '', world_id)[:16]}.txt" if folder else None
-    )
+    name = re.sub("[^A-Za-z0-9_]", "", world_id)[:16]
+    return Path(folder) / f"flight-record-{name}.txt" if folder else None
 
 
 def deliver(

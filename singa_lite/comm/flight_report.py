@@ -156,9 +156,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def _difference_lines(record: FlightRecord) -> list[str]:
     difference = first_difference(record)
     if difference is None:
-        part = (
-            " that are recorded" if any(rank.calls and rank.calls[0].number for rank in record.ranks) else ""
-        )
+        is_cut = any(rank.calls and rank.calls[0].number for rank in record.ranks)
+        part = " that are recorded" if is_cut else ""
         unknown = [rank.rank for rank in record.ranks if not rank.joined]
         but = f", but for {ranks_text(unknown)}, of which there is no record here" if unknown else ""
         return ["", f"The ranks do not differ in the calls{part} of the {record.title}{but}."]
@@ -194,10 +193,12 @@ def _rank_lines(
     times = [rank.joined for _, rank in known]
     times += [at for _, call in calls for at in (call.called, call.ended)]
     sign = f"last sign of life {_ago(max(times), now)}"
-    text = f"rank {number} (process {pid}, {state}): {_current_call(calls, now)}; {sign}"
     if state in STOPPED.values() and not stack:
         stack = f"none: the process is {state}"
-    return [text, *([f"  Python stack of rank {number}:", *_indented(stack)] if stack else [])]
+    lines = [f"rank {number} (process {pid}, {state}): {_current_call(calls, now)}; {sign}"]
+    if stack:
+        lines += [f"  Python stack of rank {number}:", *(f"    {line}" for line in stack.splitlines())]
+    return lines
 
 
 def _current_call(calls: Sequence[tuple[FlightRecord, Call]], now: float) -> str:
@@ -227,16 +228,10 @@ def _last_calls(record: FlightRecord, rank: RankRecord, now: float, num_calls: i
         return []
     lines = ["", f"Last calls of rank {rank.rank} in the {record.title}, {rank.num_calls} in all:"]
     for call in rank.calls[-num_calls:]:
-        ended = f"ended {_ago(call.ended, now)}" if call.is_over else ""
-        failed = f"failed {_ago(call.ended, now)}" if call.state == FAILED else ""
-        lines.append(
-            f"  #{call.number} {describe(call)}, called {_ago(call.called, now)}, {ended or failed or 'in flight'}"
-        )
+        end = "ended" if call.is_over else "failed" if call.state == FAILED else ""
+        how = f"{end} {_ago(call.ended, now)}" if end else "in flight"
+        lines.append(f"  #{call.number} {describe(call)}, called {_ago(call.called, now)}, {how}")
     return lines
-
-
-def _indented(text: str) -> list[str]:
-    return [f"    {line}" for line in text.splitlines()]
 
 
 def _ago(at: float, now: float) -> str:

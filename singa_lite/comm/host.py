@@ -15,4 +15,4 @@ def this_host() -> str:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
         boot_id = os.uname().nodename
-    return env("SINGA_LITE_HOST", boot_id) or boot_id
+    return env("SINGA_LITE_HOST") or boot_id

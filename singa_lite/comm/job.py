@@ -189,35 +189,28 @@ def threads_per_rank(local_size: int, num_servers: int = 0) -> int:
 
 
 def _job(rank: int, size: int, rendezvous_id: str, transport: str) -> Job:
-    num_servers = _num_servers(size)
-    return Job(rank, size - num_servers, num_servers, rendezvous_id, transport if size > 1 else "local")
-
-
-def _num_servers(size: int) -> int:
-    """How many of the ``size`` processes of this job are servers."""
-    text = env("SINGA_LITE_NUM_SERVERS", "0")
-    if not re.fullmatch(r"[0-9]+", str(text)):
-        raise CommError(
-            f"find_job: SINGA_LITE_NUM_SERVERS={text!r} in the environment is not a whole number >= 0"
-        )
-    if int(str(text)) >= size:
+    text = env("SINGA_LITE_NUM_SERVERS") or "0"
+    num_servers = _whole_number("find_job", "SINGA_LITE_NUM_SERVERS", text)
+    if num_servers >= size:
         raise CommError(
             f"find_job: SINGA_LITE_NUM_SERVERS={text} leaves no worker among the {size} processes of this job; start "
             "more, or unset it"
         )
-    return int(str(text))
+    return Job(rank, size - num_servers, num_servers, rendezvous_id, transport if size > 1 else "local")
 
 
 def _rank_and_size(rank_name: str, size_name: str) -> tuple[int, int]:
-    numbers = []
-    for name in (rank_name, size_name):
-        text = os.environ.get(name, "")
-        if not re.fullmatch(r"[0-9]+", text):
-            raise CommError(f"find_world: {name}={text!r} in the environment is not a whole number >= 0")
-        numbers.append(int(text))
-    rank, size = numbers
+    rank, size = (
+        _whole_number("find_world", name, os.environ.get(name, "")) for name in (rank_name, size_name)
+    )
     if not rank < size:
         raise CommError(
             f"find_world: {rank_name}={rank} in the environment must be less than {size_name}={size}"
         )
     return rank, size
+
+
+def _whole_number(where: str, name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise CommError(f"{where}: {name}={text!r} in the environment is not a whole number >= 0")
+    return int(text)

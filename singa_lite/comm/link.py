@@ -37,12 +37,9 @@ class Link:
 
     def __str__(self) -> str:
         """Return the text that ``parse_link`` reads."""
-        rate = next(
-            unit for unit in ("gbit", "mbit", "kbit") if self.bits_per_s >= BITS[unit] or unit == "kbit"
-        )
-        return (
-            f"{_decimal(self.bits_per_s, BITS[rate])}{rate},{_decimal(self.latency_ns, NANOSECONDS['ms'])}ms"
-        )
+        unit = next((unit for unit in ("gbit", "mbit") if self.bits_per_s >= BITS[unit]), "kbit")
+        rate, latency = _decimal(self.bits_per_s, BITS[unit]), _decimal(self.latency_ns, NANOSECONDS["ms"])
+        return f"{rate}{unit},{latency}ms"
 
     def sending_ns(self, num_bytes: int) -> int:
         """Return the nanoseconds that the link is in use for ``num_bytes``, rounded up."""

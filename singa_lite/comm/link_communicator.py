@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,28 +36,15 @@ def num_hops(kind: str, size: int) -> int:
     return (2 if kind == "all_reduce" else 1) * (size - 1)
 
 
+@dataclass
 class Line:
-    """The schedule of the collectives on a rank's link.
+    """The schedule of the collectives on a rank's link, which the last one leaves at ``free_ns``."""
 
-    Args:
-        link: its rate and latency.
-
-    Attributes:
-        free_ns: when the last collective has left.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.free_ns = 0
+    link: Link
+    free_ns: int = 0
 
     def send(self, called_ns: int, num_bytes: int, hops: int) -> int:
-        """Take one more collective; return when it ends, see Note [schedule].
-
-        Args:
-            called_ns: when the last rank called it.
-            num_bytes: what this rank sends.
-            hops: see ``num_hops``.
-        """
+        """Return when one more collective ends, Note [schedule], which the last rank called at ``called_ns``."""
         self.free_ns = max(called_ns, self.free_ns) + self.link.sending_ns(num_bytes)
         return self.free_ns + hops * self.link.latency_ns
 

@@ -51,7 +51,7 @@ def lost_rank(rendezvous_id: str, size: int) -> str:
         return text
     lines = _read(_members(rendezvous_id)).split("\n")
     members = {match.groups() for line in lines if (match := MEMBER.fullmatch(line))}
-    ended = [pid for pid, start_time in members if not _is_alive(pid, start_time)]
+    ended = [pid for pid, start_time in members if _start_time(pid) != start_time]
     if len(members) >= size > len(members) - len(ended):
         return f"process {', '.join(ended)} ended before all ranks had joined"
     return ""
@@ -86,7 +86,3 @@ def _start_time(pid: int | str) -> str:
     """Return when process ``pid`` started, in the kernel's ticks; "" if it has ended."""
     fields = stat_fields(pid)
     return fields[START_TIME] if fields and fields[STATE] not in "ZX" else ""
-
-
-def _is_alive(pid: str, start_time: str) -> bool:
-    return _start_time(pid) == start_time

@@ -34,18 +34,7 @@ from .codes import codes_of
 from .combine import combine
 from .flight_recorder import WARN_SHARE, FileRecorder, is_recording, title_of
 from .host import this_host
-from .mpi_call import (
-    Call,
-    asks_to_stop_in,
-    call_of,
-    clear,
-    data_in,
-    difference,
-    message_of,
-    number_in,
-    rows_for,
-    words_in,
-)
+from .mpi_call import Call, call_of, clear, difference, message_in, message_of, rows_for
 from .mpi_job import check_versions, describe_mpi, is_running, load_mpi, within, workers_of, world_of
 from .mpi_pauses import Pauses
 from .wire import WIRE_DTYPES, narrow, widen
@@ -83,16 +72,11 @@ class MpiCommunicator(Communicator):
         return describe_mpi()
 
     def __init__(
-        self,
-        world: World,
-        timeout_s: float = TIMEOUT_S,
-        comm: Any = None,
-        name: str = "",
-        world_id: str = "",
+        self, world: World, timeout_s: float = TIMEOUT_S, comm: Any = None, name: str = "", world_id: str = ""
     ) -> None:
         super().__init__(world, timeout_s)
         self._mpi = load_mpi()
-        self._process = os.getpid()
+        self._process, self._name = os.getpid(), world.name_of(world.rank)
         self._comm = comm or workers_of(self._mpi, world.size, timeout_s)
         if comm is None:
             check_versions(self._comm, timeout_s)
@@ -134,7 +118,7 @@ class MpiCommunicator(Communicator):
         words = f"{op} " * (op is not None) + f"{array.dtype}[{array.size}]"
         words += f" as {wire_dtype}" * bool(wire_dtype) + f" root {root}" * (kind in ("reduce", "broadcast"))
         words += "" if scale is None or scale[0] == 1 else f" scaled by {scale[0]!s}"
-        call = call_of(self._num_calls, kind, name, words)
+        call = call_of(self._name, self._num_calls, kind, name, words)
         self._check_usable(call)
         if self._recorder is not None:
             codes = codes_of(operation, array.dtype)
@@ -269,7 +253,7 @@ class MpiCommunicator(Communicator):
         """Take the peers' last messages for at most ``seconds``, so that MPI ends with none in flight."""
         deadline = time.monotonic() + seconds
         while is_running(self._mpi) and time.monotonic() < deadline:
-            here = [peer for peer in self._peers if not words_in(self._rows[peer]).startswith(LEFT)]
+            here = [peer for peer in self._peers if not message_in(self._rows[peer]).text.startswith(LEFT)]
             if not here:
                 return
             for peer in here:
@@ -320,25 +304,23 @@ class MpiCommunicator(Communicator):
         try:
             worker.start()
         except RuntimeError as error:
-            raise CommError(
-                f"rank {self.world.name_of(self.rank)}: {call.label}: the system gives no thread to send in: {error}"
-            ) from error
+            raise CommError(f"{call.where}: the system gives no thread to send in: {error}") from error
         return worker
 
     def _check_usable(self, call: Call) -> None:
         """Raise CommError in a forked child, or where the communicator has failed."""
         if self._process != os.getpid():
             raise CommError(
-                f"rank {self.world.name_of(self.rank)}: {call.label}: an MPI communicator made before fork() is not "
-                f"usable in the child (process {os.getpid()}); make the world after"
+                f"{call.where}: an MPI communicator made before fork() is not usable in the child (process "
+                f"{os.getpid()}); make the world after"
             )
         if not is_running(self._mpi):
             raise CommError(
-                f"rank {self.world.name_of(self.rank)}: {call.label}: the script has called MPI.Finalize(), after "
-                "which nothing can be sent; leave it out, it is called at the end"
+                f"{call.where}: the script has called MPI.Finalize(), after which nothing can be sent; leave it out, "
+                "it is called at the end"
             )
         if self.error is not None:
-            raise CommError(f"rank {self.world.name_of(self.rank)}: {call.label}: {self.error}")
+            raise CommError(f"{call.where}: {self.error}")
 
     def _work(self) -> None:
         while True:
@@ -392,27 +374,24 @@ class MpiCommunicator(Communicator):
             if now > warning:
                 warning = float("inf")
                 self.warn(call, now - start)
-        for peer in self._peers:
-            self._check_call(call, peer, words_in(self._rows[peer]))
-        is_asked = asks_to_stop or any(asks_to_stop_in(self._rows[peer]) for peer in self._peers)
-        return [
-            data if rank == self.rank else data_in(self._rows[rank]) for rank in range(self.size)
-        ], is_asked
+        came = {peer: message_in(self._rows[peer]) for peer in self._peers}
+        for peer, theirs in came.items():
+            self._check_call(call, peer, theirs.text)
+        is_asked = asks_to_stop or any(theirs.asks_to_stop for theirs in came.values())
+        return [came[rank].data if rank in came else data for rank in range(self.size)], is_asked
 
     def _check_call(self, call: Call, peer: int, theirs: str) -> None:
-        where = f"rank {self.world.name_of(self.rank)}: {call.label}"
         if theirs.startswith(LEFT):
             reason = theirs.removeprefix(LEFT).strip()
             how = f"aborted: {reason}" if reason else CLOSED
             self._note_own_failure(not reason)
-            raise CommError(f"{where}: rank {self.world.name_of(peer)} {how}")
+            raise CommError(f"{call.where}: rank {self.world.name_of(peer)} {how}")
         if theirs != call.text:
             self._note_own_failure()
             mine, theirs = difference(call.text, theirs), difference(theirs, call.text)
             raise CommError(
-                f"{where}: the ranks disagree: rank {self.world.name_of(self.rank)} calls {mine}, rank "
-                f"{self.world.name_of(peer)} calls {theirs}; "
-                "all ranks must make the same calls in the same order"
+                f"{call.where}: the ranks disagree: rank {self._name} calls {mine}, rank {self.world.name_of(peer)} "
+                f"calls {theirs}; all ranks must make the same calls in the same order"
             )
 
     def late(self, call: Call, timeout_s: float) -> CommError:
@@ -422,8 +401,7 @@ class MpiCommunicator(Communicator):
         missing = ", ".join(map(str, self._missing()))
         who = f"rank {missing}" if missing else "data of ranks that have all called it"
         self.error = self.error or CommError(
-            f"rank {self.world.name_of(self.rank)}: {call.label}: waited {timeout_s:g} s for {who}, which is stopped, "
-            "too slow, or does not make this call"
+            f"{call.where}: waited {timeout_s:g} s for {who}, which is stopped, too slow, or does not make this call"
         )
         return self.error
 
@@ -431,14 +409,12 @@ class MpiCommunicator(Communicator):
         """Describe which ranks have not made a call that this one waits for."""
         missing = self._missing()
         if missing and self.flight_recorder is not None:
-            self.flight_recorder.warn(
-                call.kind, call.number, call.name, self.world.name_of(self.rank), missing, waited_s
-            )
+            self.flight_recorder.warn(call.kind, call.number, call.name, self._name, missing, waited_s)
 
     def _missing(self) -> list[int]:
         """Return the ranks from which the messages of the newest exchange have not come."""
-        numbers = {peer: number_in(self._rows[peer]) for peer in self._peers}
-        return [self.world.name_of(peer) for peer, number in numbers.items() if number != self._sequence]
+        missing = [peer for peer in self._peers if message_in(self._rows[peer]).number != self._sequence]
+        return [self.world.name_of(peer) for peer in missing]
 
     def _note_own_failure(self, is_own: bool = True) -> None:
         """Report the failure that follows by the recorder, unless it repeats that of another rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,19 +21,28 @@ HEADER = struct.Struct("<qh?xi")
 
 @dataclass(frozen=True)
 class Call:
-    """One collective in words: its number, the label for errors, and the text on which the ranks must agree."""
+    """One collective in words: its number, how errors begin, and the text on which the ranks must agree."""
 
     number: int
     kind: str
     name: str
-    label: str
+    where: str
     text: str
 
 
-def call_of(number: int, kind: str, name: str, words: str) -> Call:
-    """Return the collective ``kind`` called ``name``; ``words``: on what else the ranks must agree."""
+class Message(NamedTuple):
+    """What a rank sent: its call's number (-1: nothing yet) and text, whether it asks to stop, and its data."""
+
+    number: int
+    text: str
+    asks_to_stop: bool
+    data: bytes
+
+
+def call_of(rank: int, number: int, kind: str, name: str, words: str) -> Call:
+    """Return the collective ``kind`` called ``name`` of ``rank``; ``words``: on what else the ranks must agree."""
     whole, name = name, repr(name)[1:-1]  # escaped: nothing ends a line, or is obeyed by a terminal
-    label = f"{kind} #{number} '{name if len(name) <= SHOWN else name[:SHOWN] + '...'}'"
+    where = f"rank {rank}: {kind} #{number} '{name if len(name) <= SHOWN else name[:SHOWN] + '...'}'"
     raw = name.encode()
     if len(raw) > NAME_BYTES:
         import hashlib  # Note [imports]
@@ -41,7 +51,7 @@ def call_of(number: int, kind: str, name: str, words: str) -> Call:
         name = f"{raw[:NAME_BYTES].decode(errors='ignore')}...' ({len(raw)} bytes, hash {digest})"
     else:
         name += "'"
-    return Call(number, kind, whole, label, f"{kind} #{number} '{name} {words}")
+    return Call(number, kind, whole, where, f"{kind} #{number} '{name} {words}")
 
 
 def difference(text: str, other: str) -> str:
@@ -71,22 +81,9 @@ def message_of(number: int, call: str, data: bytes, asks_to_stop: bool = False) 
     return np.frombuffer(HEADER.pack(number, len(words), asks_to_stop, len(data)) + words + data, np.uint8)
 
 
-def number_in(row: Array) -> int:
-    """Return the number of the call whose message is in ``row``."""
-    return int(HEADER.unpack_from(row.data)[0])
-
-
-def asks_to_stop_in(row: Array) -> bool:
-    """Return whether the rank whose message is in ``row`` asks to stop."""
-    return bool(HEADER.unpack_from(row.data)[2])
-
-
-def words_in(row: Array) -> str:
-    num_words = HEADER.unpack_from(row.data)[1]
-    return row[HEADER.size : HEADER.size + num_words].tobytes().decode(errors="replace")
-
-
-def data_in(row: Array) -> bytes:
-    _, num_words, _, num_data = HEADER.unpack_from(row.data)
-    start = HEADER.size + num_words
-    return row[start : start + num_data].tobytes()
+def message_in(row: Array) -> Message:
+    """Return the message in ``row``, as far as it has come."""
+    number, num_words, asks_to_stop, num_data = HEADER.unpack_from(row.data)
+    data_at = HEADER.size + num_words
+    text = row[HEADER.size : data_at].tobytes().decode(errors="replace")
+    return Message(number, text, asks_to_stop, row[data_at : data_at + num_data].tobytes())

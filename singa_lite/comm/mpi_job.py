@@ -191,14 +191,9 @@ def start_mpi(launcher: str, job: MpiJob) -> Any:
 
 
 def mpi_world(launcher: str, job: MpiJob, num_workers: int) -> World:
-    """Start MPI and return this process's World among the workers, local ranks by shared memory and rank order.
+    """Start MPI as ``start_mpi`` does, and return this process's World among the job's first ``num_workers`` processes.
 
-    Args:
-        launcher, job: see ``start_mpi``.
-        num_workers: how many of the job's first processes are in the world.
-
-    Raises:
-        CommError: see ``start_mpi``, or a worker did not join in time.
+    Those that share memory are on one host. A worker that does not join in time is a CommError.
     """
     mpi = start_mpi(launcher, job)
     with job.joining():

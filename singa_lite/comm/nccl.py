@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _native, config
-from ..config import state
+from .. import _native
+from ..config import is_on, state
 from ..error_stream import sendable
 from ..errors import CommError, DTypeError
 from ..graph.recorder import unrecorded
@@ -42,7 +42,7 @@ from .base import DTYPES, HAS_BLOCKS, Communicator, Graph, Operation, ReduceOp
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES
 from .flight_record import GPU_TITLE
 from .flight_recorder import is_recording, title_of
-from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, is_cuda_array
+from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, address_of, is_cuda_array
 from .gpu_recorder import GpuRecorder
 from .wire import WIRE_DTYPES
 from .work import Array, Work
@@ -118,7 +118,12 @@ class NcclCommunicator(Communicator):
 
     @classmethod
     def describe(cls) -> str:
-        return describe()
+        """Return as ``Communicator.describe``. Opens NCCL and the driver."""
+        mine, *_ = _introduce(1, 0)  # as a rank that makes no id, which would start NCCL's network
+        if "failure" in mine:
+            return f"no: {mine['failure']}"
+        version = mine["version"]
+        return f"works: NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, one GPU a rank"
 
     def __init__(
         self,
@@ -135,25 +140,17 @@ class NcclCommunicator(Communicator):
         self.kind = self._arrays.kind
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
-        _check_ranks(everyone, [host.world.name_of(rank) for rank in range(host.size)])
+        names = host.world.members_of(range(host.size))
+        _check_ranks(everyone, names)
         peers = [
-            (host.world.name_of(rank), other["process"])
+            (names[rank], other["process"])
             for rank, other in enumerate(everyone)
             if rank != self.rank and other["host"] == mine["host"]
         ]
-        identity = bytes.fromhex(everyone[0]["id"])
+        identity, is_blocking = bytes.fromhex(everyone[0]["id"]), is_on("SINGA_LITE_NCCL_BLOCKING")
+        ranks = (self.rank, names[self.rank], self.size)
         self._native: Any = native.Communicator(
-            library,
-            driver,
-            identity,
-            self.rank,
-            self.world.name_of(self.rank),
-            self.size,
-            device,
-            self.timeout_s,
-            peers,
-            parent,
-            config.is_on("SINGA_LITE_NCCL_BLOCKING"),
+            library, driver, identity, *ranks, device, self.timeout_s, peers, parent, is_blocking
         )
         self._start_native, self._wait = self._native.start, self._native.wait
         self.flight_recorder = self._recorder = self._make_recorder(everyone, name)
@@ -282,17 +279,9 @@ class NcclCommunicator(Communicator):
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
         source, device, stream = self._arrays.locate(array)
         target = source if out is array else self._address_of_result(out, kind, name)
+        dtype = DTYPE_CODES[array.dtype]
         native = self._start_native(
-            KIND_CODES[kind],
-            OP_CODES[op],
-            DTYPE_CODES[array.dtype],
-            root,
-            source,
-            target,
-            count,
-            name,
-            stream,
-            device,
+            KIND_CODES[kind], OP_CODES[op], dtype, root, source, target, count, name, stream, device
         )
         if self._recorder is not None:
             self._recorder.given(native)
@@ -344,19 +333,9 @@ def _leave_at_exit(graphs: weakref.WeakSet[Graph], native: Any) -> None:
     _leave(graphs, lambda: native.close(left_s))
 
 
-def describe() -> str:
-    """Return whether this process could send CUDA arrays, "works: ..." or "no: ...". Opens NCCL and the driver."""
-    mine, *_ = _introduce(1, 0)  # as a rank that makes no id, which would start NCCL's network
-    if "failure" in mine:
-        return f"no: {mine['failure']}"
-    version = mine["version"]
-    return f"works: NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, one GPU a rank"
-
-
 def device_of(array: Any) -> int:  # Any: of CUDA's array interface
     """Number of the GPU that a CUDA array lives on."""
-    driver = _load().Driver(_driver_names())
-    return int(driver.device_of(array.__cuda_array_interface__["data"][0]))
+    return int(_load().Driver(_driver_names()).device_of(address_of(array)))
 
 
 def _load() -> Any:

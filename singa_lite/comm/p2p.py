@@ -81,6 +81,7 @@ class Message:
         source: rank of the sender in the job.
         header: what the sender gave, after a round through JSON (tuples are lists); None if the sender has gone.
         dtypes, shapes: of the arrays that came with it, in order.
+        num_bytes: of all of them.
         reason: why the sender has gone ("worker 1 (process 4711) died", "worker 1 aborted: ..."), else "".
     """
 
@@ -92,17 +93,12 @@ class Message:
         self.header: Any = content["header"]  # Any: JSON
         self.dtypes = [np.dtype(name) for name, _ in content["arrays"]]
         self.shapes = [tuple(shape) for _, shape in content["arrays"]]
+        sizes = zip(self.dtypes, self.shapes, strict=True)
+        self.num_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in sizes)
 
     def __repr__(self) -> str:
         what = self.reason or f"header={self.header!r}, {len(self.shapes)} arrays"
         return f"Message(source={self.source}, {what})"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(
-            dtype.itemsize * math.prod(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
-        )
 
     def read(self, into: Sequence[Array] | None = None, timeout_s: float | None = None) -> list[Array]:
         """Wait for the arrays and return them; once for each message.
@@ -126,7 +122,7 @@ class Message:
         limit_s = messenger._limit("read", timeout_s)
         self._is_read = True
         if self.num_bytes:
-            with messenger._waiting():
+            with _Waiting(messenger.traffic):
                 failure = messenger._read(self._arrival, arrays, limit_s)
             if failure is None:
                 raise CommError(
@@ -170,14 +166,15 @@ class SendWork(Work):
         if not self._has_ended():
             messenger._check_usable()
             limit_s = messenger._limit("wait", timeout_s)
-            with messenger._waiting():
+            with _Waiting(messenger.traffic):
                 has_ended = self._is_sent_within(limit_s)
             if not has_ended:
                 raise CommError(
                     f"{messenger.name}: waited {limit_s:g} s for {self.name} to take a message; it is stopped, "
                     "too slow, or neither receives nor reads"
                 )
-        messenger._forget_sent(self)
+        messenger._sent.pop(id(self), None)
+        self._arrays = ()
         if self.failure:
             raise CommError(f"{messenger.name}: cannot send to {self.name}: {self.failure}")
 
@@ -286,7 +283,7 @@ class Messenger(ABC):
         if not waits_for:
             reasons = "; ".join(self._gone.values()) or "it has none"
             raise CommError(f"{self.name}: receive: no peer is left that could send a message: {reasons}")
-        with self._waiting():
+        with _Waiting(self.traffic):
             arrival = self._receive(limit_s)
         if arrival is None:
             raise CommError(
@@ -312,7 +309,6 @@ class Messenger(ABC):
 
     def drain(self, seconds: float) -> None:
         """Take, after close(), what is on its way from the peers, for at most ``seconds``."""
-        return
 
     # ---- what a transport writes -------------------------------------------------------------------
 
@@ -333,13 +329,6 @@ class Messenger(ABC):
         """Report the end to the peers, with the reason for an abort ("": none), and free what this process holds."""
 
     # ---- one message -------------------------------------------------------------------------------
-
-    def _waiting(self) -> _Waiting:
-        return _Waiting(self.traffic)
-
-    def _forget_sent(self, work: SendWork) -> None:
-        self._sent.pop(id(work), None)
-        work._arrays = ()
 
     def _head_of(self, header: Any, arrays: list[Array]) -> bytes:
         manifest = [[array.dtype.name, array.shape] for array in arrays]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,16 @@ class MpiSendWork(SendWork):
         return self._has_ended(), has_moved
 
 
+@dataclass(eq=False)
 class _Incoming:
     """A message, or the news that its source has left, while it comes."""
 
-    def __init__(self, source: int, head: bytearray, request: Any) -> None:
-        self.source, self.head, self.head_request = source, head, request
-        self.arrays: list[Array] | None = None  # where its arrays are received
-        self.requests: deque[Any] = deque()
-        self.is_handed_out = False
+    source: int
+    head: bytearray
+    head_request: Any
+    arrays: list[Array] | None = None  # where its arrays are received
+    requests: deque[Any] = field(default_factory=deque)
+    is_handed_out: bool = False
 
 
 class MpiMessenger(Messenger):

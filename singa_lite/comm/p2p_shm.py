@@ -56,14 +56,8 @@ class ShmMessenger(Messenger):
 
     def __init__(self, job: Job, timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(job, timeout_s)
-        self._native = load_native().Messenger(
-            f"{job.rendezvous_id}-p2p",
-            job.rank,
-            job.num_workers,
-            job.num_servers,
-            self.timeout_s,
-            self._lost_rank,
-        )
+        name, ranks = f"{job.rendezvous_id}-p2p", (job.rank, job.num_workers, job.num_servers)
+        self._native = load_native().Messenger(name, *ranks, self.timeout_s, self._lost_rank)
         # Runs when this object goes or the interpreter exits, whichever is first; leave() is idempotent.
         self._finalizer = weakref.finalize(self, self._native.leave, "")
         self._native.wait_for_all(self._lost_rank)

@@ -135,24 +135,12 @@ class ShmCommunicator(Communicator):
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
         dtype = DTYPE_CODES[array.dtype]
         wire = dtype if wire_dtype is None else WIRE_CODES[wire_dtype]
-        factor = 1.0 if scale is None else float(scale[0])
+        by, asks = 1.0 if scale is None else float(scale[0]), self.stop_requests.is_sent
         file, line = "", 0
         if self._sites is not None:
             file, line = self._sites.known.get((kind, name)) or self._sites.find(kind, name)
         native = self._engine.start(
-            KIND_CODES[kind],
-            OP_CODES[op],
-            dtype,
-            wire,
-            root,
-            array,
-            out,
-            count,
-            name,
-            factor,
-            self.stop_requests.is_sent,
-            file,
-            line,
+            KIND_CODES[kind], OP_CODES[op], dtype, wire, root, array, out, count, name, by, asks, file, line
         )
         return ShmWork(self, operation, native)
 
@@ -165,38 +153,31 @@ class ShmCommunicator(Communicator):
     def _new_group(self, ranks: list[int], name: str) -> ShmCommunicator | None:
         """Make the segment on the group's first rank, which sends all its name, or why it failed; attach the others."""
         group: ShmCommunicator | None = None
-        rendezvous_id, failure, members = "", "", self.world.members_of(ranks)
-        recorder = self.flight_recorder
-        context = (self.timeout_s, name, recorder.world_id if recorder else "")
-        if self.rank in ranks:
-            group = ShmCommunicator.__new__(ShmCommunicator)
+        rendezvous_id, failure = "", ""
         if self.rank == ranks[0]:
-            assert group is not None
             # nobody else knows the name before the file is there, so nobody can take it
             rendezvous_id = f"{self.world.rendezvous_id}-{os.urandom(8).hex()}"
-            failure = group._try_open(
-                World(0, len(ranks), 0, len(ranks), rendezvous_id, "shm", members), *context
-            )
+            try:
+                group = self._open_group(ranks, name, rendezvous_id)
+            except CommError as error:
+                failure = str(error)
         gathered = self.all_gather_object([rendezvous_id, failure], name=f"new_group {name}")
         rendezvous_id, failure = gathered[ranks[0]]
         if failure:
             raise CommError(f"new_group {name!r}: {failure}")
+        if self.rank in ranks[1:]:
+            group = self._open_group(ranks, name, rendezvous_id)
         if group is not None:
-            rank = ranks.index(self.rank)
-            if rank != 0:
-                group._open(
-                    World(rank, len(ranks), rank, len(ranks), rendezvous_id, "shm", members), *context
-                )
             group._engine.wait_for_all(group._lost_rank)
+        return group
+
+    def _open_group(self, ranks: list[int], name: str, rendezvous_id: str) -> ShmCommunicator:
+        rank, size, recorder = ranks.index(self.rank), len(ranks), self.flight_recorder
+        world = World(rank, size, rank, size, rendezvous_id, "shm", self.world.members_of(ranks))
+        group = ShmCommunicator.__new__(ShmCommunicator)
+        group._open(world, self.timeout_s, name, recorder.world_id if recorder else "")
         return group
 
     def _lost_rank(self) -> str:
         """Return why the world cannot become complete, or ""; called while this rank waits for that."""
         return lost_rank(self.world.rendezvous_id, self.size)
-
-    def _try_open(self, world: World, *context: Any) -> str:
-        try:
-            self._open(world, *context)
-        except CommError as error:
-            return str(error)
-        return ""

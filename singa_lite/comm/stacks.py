@@ -86,30 +86,21 @@ def stacks_of(pids: Collection[int]) -> dict[int, str]:
             stacks, end, _ = answer.partition(native.STACKS_END)
             if end or is_over or not state_of(pid):
                 del starts[pid]
-                texts[pid] = stacks.decode(errors="replace").strip("\n")
-                if end and not texts[pid]:
-                    texts[pid] = "none: a thread without Python got the signal"
+                text = stacks.decode(errors="replace").strip("\n")
                 if not end:
-                    texts[pid] += (
-                        "\nand more that did not come in time" if stacks else "none: no answer in time"
-                    )
+                    text += "\nand more that did not come in time" if stacks else "none: no answer in time"
+                texts[pid] = text or "none: a thread without Python got the signal"
     return texts
 
 
 def _ask(pid: int, path: str) -> int:
     """Ask a process to write its stacks; return where in its file they will begin."""
     with contextlib.suppress(OSError):
-        if _size(path) > MAX_BYTES:
+        if os.stat(path).st_size > MAX_BYTES:
             os.truncate(path, 0)
-        size = _size(path)
+        size = os.stat(path).st_size
         os.kill(pid, SIGNAL)
         return size
-    return 0
-
-
-def _size(path: str) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(path).st_size
     return 0
 
 

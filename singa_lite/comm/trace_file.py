@@ -108,8 +108,7 @@ def _compare_clocks(
     pairs: Mapping[int, Communicator], writer: TraceWriter, timeout_s: float | None = None
 ) -> None:
     for rank, pair in pairs.items():
-        offset = measure_offset(pair, timeout_s=timeout_s)
-        if offset is not None:
+        if (offset := measure_offset(pair, timeout_s=timeout_s)) is not None:
             writer.add_facts(offset_of=rank, offset=offset)
 
 

@@ -67,7 +67,7 @@ def _add_line(part: Part, line: Any) -> None:
     """Add what a line of JSON says; one of several errors if it is not what a process writes."""
     if "step" in line:
         spans = [Span(str(phase), str(name), *_seconds(times, 2)) for phase, name, *times in line["spans"]]
-        works = [_waited(*values) for values in line["waited"]]
+        works = [_waited(values) for values in line["waited"]]
         part.steps.append((_whole(line["step"]), _whole(line["thread"]), spans, works))
     elif "offset" in line:
         part.offsets.setdefault(_whole(line["offset_of"]), []).append(Offset(*_seconds(line["offset"], 3)))
@@ -78,15 +78,13 @@ def _add_line(part: Part, line: Any) -> None:
         part.restart = part.restart if line.get("restart") is None else _whole(int(line["restart"]))
 
 
-def _waited(
-    name: Any, kind: Any, sent: Any, times: Any, start: Any, end: Any, number: Any, members: Any
-) -> Waited:
+def _waited(values: Any) -> Waited:
     """Return a collective of JSON; ValueError or TypeError if it is not what a process writes."""
+    name, kind, sent, times, start, end, number, members = values
     known = None if times is None else Times(*_seconds(times, 3))
     start, end = _seconds((start, end), 2)
-    return Waited(
-        str(name), str(kind), _whole(sent), known, start, end, _whole(number), tuple(map(_whole, members))
-    )
+    of = _whole(number), tuple(map(_whole, members))
+    return Waited(str(name), str(kind), _whole(sent), known, start, end, *of)
 
 
 def _seconds(values: Sequence[Any], count: int) -> list[float]:

@@ -46,20 +46,19 @@ def widen(values: Array, scale: Array | None = None, out: Array | None = None) -
 
     ``out``: float32 and contiguous, where to write it; None makes an array.
     """
-    if values.dtype not in LOOPS:
-        if out is not None:
-            out[...] = values
-        return values if out is None else out
-    native = _compiled(values)
-    if native is None:
-        wide = bfloat16_values(values) if values.dtype == BFLOAT16 else float32_values(values)
-        wide = wide if scale is None else wide / scale[0]
-        if out is not None:
-            out[...] = wide
-        return wide if out is None else out
-    wide = np.empty(values.shape, np.float32) if out is None else out
-    getattr(native, LOOPS[values.dtype][1])(values, wide, values.size, _factor(scale))
-    return wide
+    is_narrow = values.dtype in LOOPS
+    native = _compiled(values) if is_narrow else None
+    if native is not None:
+        wide = np.empty(values.shape, np.float32) if out is None else out
+        getattr(native, LOOPS[values.dtype][1])(values, wide, values.size, _factor(scale))
+        return wide
+    if is_narrow:
+        values = bfloat16_values(values) if values.dtype == BFLOAT16 else float32_values(values)
+        values = values if scale is None else values / scale[0]
+    if out is None:
+        return values
+    out[...] = values
+    return out
 
 
 def _factor(scale: Array | None) -> float:

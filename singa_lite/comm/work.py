@@ -233,12 +233,8 @@ class WorkList(Work):
         known = [times for work in self._works if (times := work.times()) is not None]
         if not known:
             return None
-        return Times(
-            *(
-                choose(column)
-                for choose, column in zip((min, max, max), zip(*known, strict=True), strict=True)
-            )
-        )
+        posted, all_there, ended = zip(*known, strict=True)
+        return Times(min(posted), max(all_there), max(ended))
 
 
 def ring_bytes(collective: str, payload: int, size: int) -> int:

@@ -16,8 +16,7 @@ from .. import autograd
 from ..autograd.engine import check_recorded, needs_scale
 from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
-from ..comm.stop_calls import StopCalls
-from ..comm.stopping import StopAgreement
+from ..comm.stopping import StopAgreement, StopCalls
 from ..comm.work import Traffic
 from ..config import state
 from ..device import Device

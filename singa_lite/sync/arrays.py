@@ -118,13 +118,11 @@ def one_a_rank(
     return found
 
 
-def change_arrays(
-    start: Callable[[list[Any], str], Work], name: str, given: list[GivenArray], inplace: bool
-) -> None:
+def change_arrays(start: Callable[..., Work], name: str, given: list[GivenArray], inplace: bool) -> None:
     """Run a collective that changes arrays: one by one ``inplace``, else those of a device and dtype as one message.
 
     Args:
-        start: starts it on the arrays to send, under a name that must be equal on all ranks.
+        start: starts it on the arrays to send, under a ``name`` that must be equal on all ranks.
         name: of the collective; the lengths of several arrays are added, as messages do not say which arrays they are.
     """
     check_bool(name, "inplace", inplace)
@@ -133,13 +131,13 @@ def change_arrays(
     if len(given) != 1:
         name += f" of {', '.join(str(each.array.size) for each in given) or 0} elements"
     if inplace or not given:  # an empty message compares the names
-        start([each.array for each in given] or [np.empty(0, np.float32)], name).wait()
+        start([each.array for each in given] or [np.empty(0, np.float32)], name=name).wait()
         return
     alike: dict[tuple[Backend, Any], list[Any]] = {}
     for each in given:
         alike.setdefault((each.backend, each.array.dtype), []).append(each.array)
     messages = [_packed(backend, arrays) for (backend, _), arrays in alike.items()]
-    start(messages, name).wait()
+    start(messages, name=name).wait()
     for (backend, _), arrays, message in zip(alike, alike.values(), messages, strict=True):
         if message is not arrays[0]:
             backend.run("unpack", message, out=tuple(arrays))

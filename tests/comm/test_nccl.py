@@ -23,7 +23,7 @@ from singa_lite.comm import nccl
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.flight_record import ENDED, Call
-from singa_lite.comm.nccl import NcclCommunicator, describe
+from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
 from singa_lite.config import state
@@ -306,6 +306,7 @@ def start_error(world: World, timeout_s: float = 200) -> tuple[str, int]:
 
 
 def test_info_asks_nccl_and_the_driver(monkeypatch):
+    describe = NcclCommunicator.describe
     assert describe() == "works: NCCL 2.28.9, one GPU a rank"
     monkeypatch.setenv("SINGA_LITE_CUDA_LIB", "libnone.so.1")
     assert describe().startswith("no: CUDA's driver cannot be used: ") and "libnone.so.1" in describe()
