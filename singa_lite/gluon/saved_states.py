@@ -16,10 +16,9 @@ import numpy as np
 from .. import kvstore as stores
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import CheckpointError, OptionError, check_int, check_number
-from ..kvstore.calls import Key, Path
-from ..kvstore.residuals import Array
+from ..kvstore.calls import Array, Key, Path, States
 from ..kvstore.states import check_residuals
-from ..kvstore.store import KVStore, States
+from ..kvstore.store import KVStore
 from ..opt.base import Optimizer
 from ..opt.checks import MAX_STEPS, check_steps
 from ..tensor import Tensor

@@ -20,11 +20,11 @@ from ..device import Device
 from ..errors import DeviceError, OptionError
 from ..graph.recorder import break_graph
 from ..tensor import Tensor, to_numpy
-from .calls import Key, Pull, Push, PushOptions, Spec
+from .calls import Key, Pull, Push, PushOptions, Spec, States
 from .compression import Compression
 from .residuals import add_decoded
 from .store import KVStore
-from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
+from .stored import Description, StoredArray, Updater, make_optimizer
 from .sums import SumMemory
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -114,11 +114,11 @@ class ReplicaStore(KVStore):
         if self.type in UNCOMPRESSED:
             raise OptionError(f"{self.type}: set_gradient_compression is for the stores device and dist")
 
-    def _get_states(self) -> dict[Key, Arrays]:
+    def _get_states(self) -> States:
         stored = self._stored if self.rank == 0 else {}
         return {key: each.get_states() for key, each in stored.items()}
 
-    def _set_states(self, states: dict[Key, Arrays]) -> None:
+    def _set_states(self, states: States) -> None:
         for key, arrays in self.broadcast_states(states).items():
             self._stored[key].set_states(arrays)
 

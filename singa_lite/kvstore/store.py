@@ -24,9 +24,9 @@ from ..opt.base import Optimizer
 from ..opt.wrapper import OptimizerWrapper
 from ..tensor import Tensor
 from .arguments import Arguments
-from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec
+from .calls import Array, Arrays, Key, Keys, Path, Pull, Push, PushOptions, Spec, States
 from .compression import Compression
-from .residuals import Array, Residuals
+from .residuals import Residuals
 from .states import (
     are_states,
     broadcast_states,
@@ -40,10 +40,8 @@ from .states import (
     states_with,
     write_states,
 )
-from .stored import Arrays, Description, Updater, describe
+from .stored import Description, Updater, describe
 from .worker_calls import WorkerCalls
-
-States = dict[Key, Arrays]
 
 
 class KVStore(WorkerCalls):
