@@ -15,8 +15,8 @@ from ..errors import CheckpointError, OptionError
 from ..generation import FORMAT, Manifest, new_id
 from ..tensor import Tensor, to_numpy
 from .rank_arrays import Arrays, digest
+from .together import Json
 
-Json = Any
 # of ShardedSampler.state_dict: equal on all ranks that share the samples of an epoch
 EPOCH = frozenset(
     {"epoch", "start", "position", "num_samples", "batch_size", "world_size", "shuffle", "seed"}

@@ -23,8 +23,8 @@ from .rank_arrays import Arrays
 from .resize import OPTIMIZER
 from .saving import Saving
 from .streams import streams
+from .together import Json
 
-Json = Any
 MODEL = "model/"
 
 

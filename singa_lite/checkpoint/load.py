@@ -23,7 +23,6 @@ from .contents import changed_settings, check_optimizer, check_resized_samplers,
 from .job import (
     MODEL,
     Job,
-    Json,
     Sampler,
     Trainer,
     absolute,
@@ -40,7 +39,7 @@ from .rank_arrays import Arrays, DamagedError, read_rank, read_shared
 from .resize import EXTRA, OPTIMIZER, resized
 from .streams import DEVICES, check_streams, restore_streams, stream_ids
 from .streams import PREFIX as STREAMS
-from .together import together
+from .together import Json, together
 
 
 def load_job(

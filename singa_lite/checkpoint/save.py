@@ -20,7 +20,6 @@ from ..model import Model
 from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
 from .job import (
     JobState,
-    Json,
     Sampler,
     Trainer,
     absolute,
@@ -36,7 +35,7 @@ from .job import (
 from .rank_arrays import Arrays
 from .resize import EXTRA
 from .saving import Saving
-from .together import together
+from .together import Json, together
 
 
 def save_job(

@@ -14,10 +14,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from ..comm.exit_hooks import exit_hooks
 from ..error_stream import tell
 from ..errors import CheckpointError
 from ..generation import Manifest, rank_file, remove_old, write_manifest
-from .rank_arrays import write_arrays
+from .rank_arrays import Arrays, write_arrays
 from .together import together
 
 POLL_S = 0.002
@@ -34,8 +33,6 @@ CALM_S = 0.03  # the next recorded step runs eagerly and wants the interpreter: 
 EXIT_S = 10.0  # how long a process that ends waits for the other ranks' files
 LOST_S = 0.5  # likewise once a collective has failed: that of a lost rank never comes, but others are writing theirs
 SEEN_S = 120.0  # how long files that other hosts have written may take to be seen here
-
-Arrays = Mapping[str, np.ndarray[Any, Any]]
 WHERE = "save_job"
 
 
