@@ -30,7 +30,6 @@ from .job import (
     check_agreed,
     check_arguments,
     check_equal_parameters,
-    folder_key,
     parts_of,
     state_of,
     states_of_trainer,
@@ -101,7 +100,7 @@ def load_job(
         known.known |= {each["id"] for _, each in found["generations"]}
         known.damaged |= set(damaged)
         known.damaged.discard(generation.manifest.id)  # it was repaired if it was there
-        known.folders.add(folder_key(folder))
+        known.folders.add(os.path.realpath(folder))
         _warn_of_changes(generation, optimizer)
         return job
     if problems:
