@@ -7,7 +7,7 @@ What lives here: which arrays and numbers they are, and their checks. What does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,18 @@ class SavedStates:
 
     def save(self, fname: Path) -> None:
         """As ``Trainer.save_states``."""
-        store = self._store_of_states()
-        get_states, _ = self._access(store)
+        get_states = None if self.updates_on_store else self._own_states
         steps = self.optimizer.step_counter
         head = {"optimizer": None, "steps": steps, "lr": self.shared.constant_lr, **self._alike()}
-        store.save_states("save_states", fname, head, get_states)
+        self._store_of_states().save_states("save_states", fname, head, get_states)
 
     def load(self, fname: Path) -> None:
         """As ``Trainer.load_states``."""
-        store = self._store_of_states()
-        head = store.load_states("load_states", fname, self._alike(), *self._access(store), check_head)
+        store, access = self._store_of_states(), (self._own_states, self._set_own_states)
+        if self.updates_on_store:
+            head = store.load_states("load_states", fname, self._alike(), check=check_head)
+        else:
+            head = store.load_states("load_states", fname, self._alike(), *access, check=check_head)
         self.shared.restore(head["steps"], head.get("lr"))
 
     def get(self) -> dict[str, Array]:
@@ -106,12 +108,6 @@ class SavedStates:
         """Return what must be the same where the states are loaded."""
         return {"optimizer_class": type(self.optimizer).__name__, "reduction": self.reduction}
 
-    def _access(self, store: KVStore) -> tuple[Callable[[], States], Callable[[States], None]]:
-        """Return what gets the states on worker 0, and what sets worker 0's: the store's, or this optimizer's."""
-        if self.updates_on_store:
-            return store._get_states, store._set_states
-        return self._own_states, lambda states: self._set_own_states(_flat(store.broadcast_states(states)))
-
     def _store_of_states(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
         if self.kvstore is not None:
@@ -133,9 +129,11 @@ class SavedStates:
             found[name if name in found else next(iter(found))][state if name in found else key] = array
         return found
 
-    def _set_own_states(self, states: Mapping[str, Array]) -> None:
+    def _set_own_states(self, states: States) -> None:
+        """Continue from worker 0's ``_own_states``; all workers call it."""
+        saved = _flat(states if self.kvstore is None else self.kvstore.broadcast_states(states))
         own, first = self.optimizer.get_states(), next(iter(self.params))
-        self.optimizer.set_states({key: states[key if key in states else f"{first}:{key}"] for key in own})
+        self.optimizer.set_states({key: saved[key if key in saved else f"{first}:{key}"] for key in own})
 
 
 def _flat(states: States) -> dict[str, Array]:

@@ -347,7 +347,7 @@ class KVStore(WorkerCalls):
             raise OptionError(f"{self._name}: save_optimizer_states: set_optimizer() comes first")
         optimizer = {"description": dict(self._optimizer), "lr": self._lr} if dump_optimizer else None
         head = {"optimizer": optimizer, "optimizer_class": self._optimizer["class"]}
-        self.save_states("save_optimizer_states", fname, head, self._get_states)
+        self.save_states("save_optimizer_states", fname, head)
 
     def load_optimizer_states(self, fname: Path) -> None:
         """Continue from ``save_optimizer_states``, with the same keys and workers and any number of servers.
@@ -356,19 +356,24 @@ class KVStore(WorkerCalls):
             CheckpointError: no such file, damaged, or of another store or optimizer; nothing has changed.
         """
         alike = {} if self._optimizer is None else {"optimizer_class": self._optimizer["class"]}
-        self.load_states("load_optimizer_states", fname, alike, self._get_states, self._set_states)
+        self.load_states("load_optimizer_states", fname, alike)
 
     def save_states(
-        self, where: str, fname: Path, head: Mapping[str, Any], get_states: Callable[[], States]
+        self,
+        where: str,
+        fname: Path,
+        head: Mapping[str, Any],
+        get_states: Callable[[], States] | None = None,
     ) -> None:
-        """Save states by key, such as those of a Trainer's own optimizer, and ``head``, JSON values; all call it.
+        """Save states by key and ``head``, JSON values; all call it.
 
-        ``get_states`` gives the states on worker 0, and is called on all.
+        ``get_states`` gives them on worker 0, such as those of a Trainer's own optimizer, and is called on all; None:
+        those of the store.
         """
         _check_path(where, fname)
 
         def save() -> None:
-            states, specs = get_states(), list(self._arguments.specs.values())
+            states, specs = (get_states or self._get_states)(), list(self._arguments.specs.values())
             lost = gather_residuals(self._communicator, specs, self._residuals) if self._compression else {}
             if self.rank == 0:
                 whole = {**describe_store(specs, self.num_workers), **self._compression_entry(), **head}
@@ -381,8 +386,8 @@ class KVStore(WorkerCalls):
         where: str,
         fname: Path,
         alike: Mapping[str, Any],
-        get_states: Callable[[], States],
-        set_states: Callable[[States], None],
+        get_states: Callable[[], States] | None = None,
+        set_states: Callable[[States], None] | None = None,
         check: Callable[[Mapping[str, Any]], None] = lambda head: None,
     ) -> dict[str, Any]:
         """Read a file on worker 0, check it, and give its states to ``set_states`` there, {} on others.
@@ -390,8 +395,8 @@ class KVStore(WorkerCalls):
         Args:
             where, fname: the caller, for errors, and the file.
             alike: what must be as when it was saved, of ``head``; the optimizer's class unless one was dumped.
-            get_states: gives the states that there are, on worker 0; called on all.
-            set_states: takes those of the file; called on all.
+            get_states: gives the states that there are, on worker 0; called on all. None: the store's.
+            set_states: takes those of the file; called on all. None: sets the store's.
             check: raises CheckpointError if what the file keeps beside states is not right.
 
         Returns:
@@ -403,14 +408,14 @@ class KVStore(WorkerCalls):
         _check_path(where, fname)
 
         def load() -> dict[str, Any]:
-            specs, mine = list(self._arguments.specs.values()), get_states()
+            specs, mine = list(self._arguments.specs.values()), (get_states or self._get_states)()
             head, states, lost, keys = self._do(
                 "read_states", lambda: self._read_states(fname, specs, mine, alike, check)
             )
             head, keys = self._communicator.all_gather_object([head, keys], name="kvstore.load")[0]
             if head.get("optimizer") is not None:
                 self._do("set_optimizer", lambda: self._set_dumped(head["optimizer"]))
-            self._do("set_states", lambda: set_states(states))
+            self._do("set_states", lambda: (set_states or self._set_states)(states))
             if self._compression:
                 whose = [spec for spec in specs if spec.key in keys]  # not those of other Trainers
                 scatter_residuals(self._communicator, whose, self._residuals, lost)
