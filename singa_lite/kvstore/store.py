@@ -57,6 +57,9 @@ class KVStore(WorkerCalls):
     Args:
         name: what it was created by.
         communicator: the workers.
+
+    Attributes:
+        lr_hooks: methods that are called with each rate that is set; of a Trainer, which the store does not keep.
     """
 
     _can_update = True
@@ -66,7 +69,7 @@ class KVStore(WorkerCalls):
         self._arguments = Arguments(name)
         self._optimizer: Description | None = None
         self._lr: float | None = None  # set after the optimizer
-        self._lr_hooks: list[WeakMethod[Callable[[float], None]]] = []  # called with each that is set
+        self.lr_hooks: list[WeakMethod[Callable[[float], None]]] = []
         self._compression: Compression | None = None
         self._residuals = Residuals()
 
@@ -300,7 +303,7 @@ class KVStore(WorkerCalls):
 
     def _note_lr(self, lr: float) -> None:
         self._lr = lr
-        for reference in self._lr_hooks:
+        for reference in self.lr_hooks:
             if (hook := reference()) is not None:
                 hook(lr)
 
