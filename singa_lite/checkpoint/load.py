@@ -193,7 +193,7 @@ def _go_on(
     manifest, where = generation.manifest, f"load_job: {generation.path}"
     is_resized = communicator.size != manifest.world_size
     saver = 0 if is_resized else communicator.rank  # whose extras and sampler go on here
-    states = _part(arrays, OPTIMIZER)
+    saved_sampler, states = manifest.samplers[saver], _part(arrays, OPTIMIZER)
     settings = (model.optimizer if trainer is None else trainer.optimizer).settings()
     mine = None if trainer is None else trainer.get_states()
     before: Json = None  # of the sampler
@@ -206,11 +206,17 @@ def _go_on(
             _check_trainer(mine, states, communicator.rank, where)
         if is_resized and sampler is not None:
             check_resized_samplers(manifest.samplers, where)
+        if (saved_sampler is None) != (sampler is None):
+            cure = (
+                "without a sampler; leave it out" if saved_sampler is None else "with a sampler; give it too"
+            )
+            raise CheckpointError(f"{where}: it was saved {cure}")
 
     def restore_sampler() -> None:
         nonlocal before
-        before = None if sampler is None else sampler.state_dict()
-        _restore_sampler(manifest, saver, sampler, where)
+        if sampler is not None:
+            before = sampler.state_dict()
+            sampler.load_state_dict(saved_sampler)
 
     def restore_model() -> None:
         model.restore(Checkpoint(_part(arrays, MODEL), {}, (), states if trainer is None else None), where)
@@ -257,19 +263,6 @@ def _check_trainer(mine: Arrays, saved: Arrays, rank: int, where: str) -> None:
         raise CheckpointError(
             f"{where}: it is of another trainer: lacks {missing}, has {unknown}; {'; '.join(shapes)}"
         )
-
-
-def _restore_sampler(manifest: Manifest, saver: int, sampler: Sampler | None, where: str) -> None:
-    saved = manifest.samplers[saver]
-    if (saved is None) != (sampler is None):
-        has = (
-            "was saved without a sampler; leave it out"
-            if saved is None
-            else "was saved with a sampler; give it too"
-        )
-        raise CheckpointError(f"{where}: it {has}")
-    if sampler is not None:
-        sampler.load_state_dict(saved)
 
 
 def _compare(read: Arrays, has: Arrays, where: str) -> dict[str, str]:
