@@ -139,6 +139,8 @@ def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> States:
             check_number(f"{path}", "lr", optimizer["lr"], 0, LARGEST_FLOAT32)
         check_steps(f"{path}", np.asarray(optimizer["description"].get("step_counter", 0)))
         for spec in specs:
+            if spec.dtype.kind != "f":
+                raise TypeError(f"key {spec.key!r} is {spec.dtype}, and an optimizer needs floats")
             stored = StoredArray(spec.key, Tensor(spec.shape, dtype=spec.dtype))
             stored.set_optimizer(optimizer["description"], optimizer["lr"])
             states[spec.key] = stored.get_states()
