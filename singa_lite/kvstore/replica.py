@@ -70,7 +70,7 @@ class ReplicaStore(KVStore):
         if not callable(updater):
             raise OptionError(f"{self.type}: set_updater: expected a function, got {updater!r}")
         self._updater = updater
-        self._optimizer, self._arguments.needs_floats = None, False
+        self._optimizer = None
         self._memory.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
             stored.updater = updater

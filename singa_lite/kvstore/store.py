@@ -284,10 +284,7 @@ class KVStore(WorkerCalls):
         for spec in self._arguments.specs.values():
             self._arguments.check_float("set_optimizer", spec)
         self._together("set_optimizer", description, lambda: self._set_optimizer(description))
-        self._note_optimizer(description)
-
-    def _note_optimizer(self, description: Description) -> None:
-        self._optimizer, self._lr, self._arguments.needs_floats = description, None, True
+        self._optimizer, self._lr = description, None
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the store's optimizer from the next push on; all workers call it alike.
@@ -502,7 +499,7 @@ class KVStore(WorkerCalls):
     def _set_dumped(self, optimizer: dict[str, Any]) -> None:
         """Set the optimizer of a file."""
         self._set_optimizer(optimizer["description"])
-        self._note_optimizer(optimizer["description"])
+        self._optimizer, self._lr = optimizer["description"], None
         if optimizer["lr"] is not None:
             self._set_lr(optimizer["lr"])
             self._note_lr(optimizer["lr"])
