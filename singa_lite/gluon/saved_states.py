@@ -31,13 +31,7 @@ RESIDUAL = "sync/kvstore/"  # as residuals of a DistOpt's schemes are called
 class SavedStates:
     """Saves and restores the optimizer's states, wherever it updates, and what compression has lost.
 
-    Attributes:
-        params: parameters by name.
-        optimizer: theirs; where the store updates, the one that its servers have copies of.
-        kvstore: a store of the package, or None.
-        shared: notes what is restored.
-        updates_on_store: whether the store updates the parameters.
-        reduction: of the Trainer.
+    Attributes: those of the Trainer. ``kvstore`` is a store of the package or None; ``shared`` notes what is restored.
     """
 
     params: Mapping[str, Tensor]

@@ -113,8 +113,7 @@ class DistStore(KVStore):
     """Values kept by the servers of a job, in parts; see ``Sharding``. Arrays are those of the host or of a GPU.
 
     Args:
-        name: what it was created by.
-        communicator: the workers.
+        name, communicator: see ``KVStore``.
         messenger: joins this worker with the servers.
         staleness: how many pushes of a key a worker may be ahead of the slowest, with "dist_async"; None: any number.
         big_array: elements from which a key is cut into parts.
