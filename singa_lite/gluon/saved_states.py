@@ -59,12 +59,8 @@ class SavedStates:
 
     def get(self) -> dict[str, Array]:
         """As ``Trainer.get_states``."""
-        store = self.kvstore
-        if self.updates_on_store:
-            assert store is not None
-            states = _flat(store.get_states())
-        else:
-            states = self.optimizer.get_states()
+        store = self.kvstore if self.updates_on_store else None
+        states = self.optimizer.get_states() if store is None else _flat(store.get_states())
         states["step_counter"] = np.array(self.optimizer.step_counter)
         for name, lost in self._residuals().items():
             states[RESIDUAL + str(name)] = lost
@@ -73,23 +69,21 @@ class SavedStates:
 
     def set(self, states: Mapping[str, Array]) -> None:
         """As ``Trainer.set_states``."""
-        store = self.kvstore
         _check_states(states, self.params)
         lost: dict[Key, Array] = {
             name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
         }
         check_residuals("Trainer: set_states", self._residuals(), lost)
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
-        if self.updates_on_store:
-            assert store is not None
-            del known["step_counter"]  # the store's have their own
-            store.set_states(self._by_parameter(known))
-        else:
+        if not self.updates_on_store:
             self.optimizer.set_states(known)
-        if store is not None:
-            store.set_residuals(lost)
+        if self.kvstore is not None:
+            if self.updates_on_store:
+                del known["step_counter"]  # the store's have their own
+                self.kvstore.set_states(self._by_parameter(known))
+            self.kvstore.set_residuals(lost)
             params = list(self.params.values())
-            store.broadcast(list(self.params), params, out=params)
+            self.kvstore.broadcast(list(self.params), params, out=params)
         lr = float(states["lr"])
         self.shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
 
