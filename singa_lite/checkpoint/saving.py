@@ -73,9 +73,7 @@ class Saving:
             thread.start()
         except RuntimeError as error:  # the system has no process or memory left for one
             self._failure = CheckpointError(f"cannot write {path}: {error}")
-            self._arrays = {}
-            self._is_written.set()
-            self._is_ended.set()
+            self._end()
         self._cancel_finish = self._hooks.at_exit(self._finish)
 
     def done(self) -> bool:
@@ -149,9 +147,13 @@ class Saving:
         except BaseException as error:  # whatever it is: the thread has no other way to say it
             self._failure = CheckpointError(f"cannot write {self.path}: {type(error).__name__}: {error}")
         finally:
-            self._arrays = {}
-            self._is_written.set()
-            self._is_ended.set()
+            self._end()
+
+    def _end(self) -> None:
+        """Free the arrays, and let nobody wait for them any more."""
+        self._arrays = {}
+        self._is_written.set()
+        self._is_ended.set()
 
     def _commit(self) -> None:
         """Write the manifest once every rank's file is there, then remove what is not needed any more."""
