@@ -125,7 +125,8 @@ def resized_streams(
         DEVICES: np.array(devices, np.uint64).reshape(len(devices), 2),
         NORMALS: first[NORMALS].copy(),
     }
-    for number, (name, end) in enumerate({NUMPY: [624, 0], PYTHON: [624]}.items()):
+    # how the words of a new stream end, and its kept normal: none
+    for number, (name, end, normal) in enumerate([(NUMPY, [624, 0], 0.0), (PYTHON, [624], np.nan)]):
         if name not in first:
             continue
         arrays[name] = first[name]
@@ -133,5 +134,5 @@ def resized_streams(
             seed = [*map(int, first[name][:4]), step, rank]
             words = np.random.SeedSequence(seed).generate_state(624, np.uint32)
             arrays[name] = np.append(words, np.array(end, np.uint32))
-            arrays[NORMALS][number] = (0.0, np.nan)[number]
+            arrays[NORMALS][number] = normal
     return arrays
