@@ -15,8 +15,8 @@ from ..errors import CheckpointError, OptionError
 from ..generation import FORMAT, Manifest, new_id
 from ..tensor import Tensor, to_numpy
 from .rank_arrays import Arrays, digest
+from .together import Json
 
-Json = Any
 # of ShardedSampler.state_dict: equal on all ranks that share the samples of an epoch
 EPOCH = frozenset(
     {"epoch", "start", "position", "num_samples", "batch_size", "world_size", "shuffle", "seed"}
@@ -79,9 +79,10 @@ def check_samplers(states: list[Json]) -> None:
         states: of the ranks' samplers. Only those of a ShardedSampler of all ranks are compared: any other may give
             each rank samples of its own.
     """
-    if not all(isinstance(state, dict) and state.keys() >= EPOCH for state in states):
-        return
-    if not all(state["world_size"] == len(states) for state in states):
+    if not all(
+        isinstance(state, dict) and state.keys() >= EPOCH and state["world_size"] == len(states)
+        for state in states
+    ):
         return
     for rank, state in enumerate(states):
         for name in sorted(EPOCH):

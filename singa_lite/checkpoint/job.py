@@ -23,8 +23,8 @@ from .rank_arrays import Arrays
 from .resize import OPTIMIZER
 from .saving import Saving
 from .streams import streams
+from .together import Json
 
-Json = Any
 MODEL = "model/"
 
 
@@ -84,7 +84,7 @@ class JobState:
     Attributes:
         known: ids of the generations that this model has saved, or left behind by loading.
         damaged: ids of those left behind, which no ``keep`` counts, and real paths of those with damaged manifests.
-        folders: that it has saved to or loaded from.
+        folders: real paths of those that it has saved to or loaded from.
         saving: the last one, which nobody has waited for yet if it is not over.
     """
 
@@ -188,8 +188,3 @@ def absolute(where: str, folder: str | os.PathLike[str]) -> str:
         raise CheckpointError(
             f"{where}: {folder} is relative, and the current folder is gone: {error}"
         ) from error
-
-
-def folder_key(folder: str | os.PathLike[str]) -> str:
-    """Return the one name of a folder, whichever path leads there."""
-    return os.path.realpath(folder)

@@ -23,7 +23,6 @@ from .contents import changed_settings, check_optimizer, check_resized_samplers,
 from .job import (
     MODEL,
     Job,
-    Json,
     Sampler,
     Trainer,
     absolute,
@@ -31,7 +30,6 @@ from .job import (
     check_agreed,
     check_arguments,
     check_equal_parameters,
-    folder_key,
     parts_of,
     state_of,
     states_of_trainer,
@@ -40,7 +38,7 @@ from .rank_arrays import Arrays, DamagedError, read_rank, read_shared
 from .resize import EXTRA, OPTIMIZER, resized
 from .streams import DEVICES, check_streams, restore_streams, stream_ids
 from .streams import PREFIX as STREAMS
-from .together import together
+from .together import Json, together
 
 
 def load_job(
@@ -102,7 +100,7 @@ def load_job(
         known.known |= {each["id"] for _, each in found["generations"]}
         known.damaged |= set(damaged)
         known.damaged.discard(generation.manifest.id)  # it was repaired if it was there
-        known.folders.add(folder_key(folder))
+        known.folders.add(os.path.realpath(folder))
         _warn_of_changes(generation, optimizer)
         return job
     if problems:
@@ -195,7 +193,7 @@ def _go_on(
     manifest, where = generation.manifest, f"load_job: {generation.path}"
     is_resized = communicator.size != manifest.world_size
     saver = 0 if is_resized else communicator.rank  # whose extras and sampler go on here
-    states = _part(arrays, OPTIMIZER)
+    saved_sampler, states = manifest.samplers[saver], _part(arrays, OPTIMIZER)
     settings = (model.optimizer if trainer is None else trainer.optimizer).settings()
     mine = None if trainer is None else trainer.get_states()
     before: Json = None  # of the sampler
@@ -208,11 +206,17 @@ def _go_on(
             _check_trainer(mine, states, communicator.rank, where)
         if is_resized and sampler is not None:
             check_resized_samplers(manifest.samplers, where)
+        if (saved_sampler is None) != (sampler is None):
+            cure = (
+                "without a sampler; leave it out" if saved_sampler is None else "with a sampler; give it too"
+            )
+            raise CheckpointError(f"{where}: it was saved {cure}")
 
     def restore_sampler() -> None:
         nonlocal before
-        before = None if sampler is None else sampler.state_dict()
-        _restore_sampler(manifest, saver, sampler, where)
+        if sampler is not None:
+            before = sampler.state_dict()
+            sampler.load_state_dict(saved_sampler)
 
     def restore_model() -> None:
         model.restore(Checkpoint(_part(arrays, MODEL), {}, (), states if trainer is None else None), where)
@@ -259,19 +263,6 @@ def _check_trainer(mine: Arrays, saved: Arrays, rank: int, where: str) -> None:
         raise CheckpointError(
             f"{where}: it is of another trainer: lacks {missing}, has {unknown}; {'; '.join(shapes)}"
         )
-
-
-def _restore_sampler(manifest: Manifest, saver: int, sampler: Sampler | None, where: str) -> None:
-    saved = manifest.samplers[saver]
-    if (saved is None) != (sampler is None):
-        has = (
-            "was saved without a sampler; leave it out"
-            if saved is None
-            else "was saved with a sampler; give it too"
-        )
-        raise CheckpointError(f"{where}: it {has}")
-    if sampler is not None:
-        sampler.load_state_dict(saved)
 
 
 def _compare(read: Arrays, has: Arrays, where: str) -> dict[str, str]:

@@ -19,14 +19,15 @@ from ..errors import CheckpointError
 from ..files import atomic_file, check_regular
 from ..generation import Generation, rank_file
 
-Arrays = dict[str, np.ndarray[Any, Any]]
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
 
 
 class DamagedError(CheckpointError):
     """A file of a generation is missing, or has other bytes than were written; it is not that reading it failed."""
 
 
-def digest(array: np.ndarray[Any, Any]) -> str:
+def digest(array: Array) -> str:
     """Return the XXH3 hash of an array's dtype, shape and bytes, 128 bits as hexadecimal digits.
 
     It detects damaged bytes and arrays that differ among ranks, ten times as fast as SHA-256, but not forgery.
@@ -38,7 +39,7 @@ def digest(array: np.ndarray[Any, Any]) -> str:
     return whole.hexdigest()
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+def write_arrays(path: Path, arrays: Arrays) -> None:
     """Write a safetensors file atomically.
 
     Raises:

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .rank_arrays import Arrays
+from .rank_arrays import Array, Arrays
 from .streams import PREFIX as STREAMS
 from .streams import resized_streams
 
-Array = np.ndarray[Any, Any]
 OPTIMIZER = "optimizer/"
 EXTRA = "extra/"
 UNAPPLIED = (f"{OPTIMIZER}sync/", f"{OPTIMIZER}accumulate/sum/")  # zeros on a rank that has none
@@ -32,7 +31,7 @@ LOST = f"{OPTIMIZER}sync/kvstore/"  # by the compression of a Trainer
 
 def resized(
     shared: Arrays,
-    by_rank: Sequence[Mapping[str, Array]],
+    by_rank: Sequence[Arrays],
     now: Sequence[Mapping[str, Any]],
     step: int,
     rank: int,

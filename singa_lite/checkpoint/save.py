@@ -20,7 +20,6 @@ from ..model import Model
 from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
 from .job import (
     JobState,
-    Json,
     Sampler,
     Trainer,
     absolute,
@@ -28,7 +27,6 @@ from .job import (
     check_agreed,
     check_arguments,
     check_equal_parameters,
-    folder_key,
     parts_of,
     state_of,
     states_of_trainer,
@@ -36,7 +34,7 @@ from .job import (
 from .rank_arrays import Arrays
 from .resize import EXTRA
 from .saving import Saving
-from .together import together
+from .together import Json, together
 
 
 def save_job(
@@ -109,7 +107,7 @@ def save_job(
     manifest = manifest_of(optimizer, number, everyone, own, shared)
     mine = {name: arrays[name] for part in (own, shared) for name in part[communicator.rank]}
     job.known.add(manifest.id)
-    job.folders.add(folder_key(folder))
+    job.folders.add(os.path.realpath(folder))
     with deferred_interrupts():  # or its thread would write on where the next save, after Ctrl-C, removes it
         saving = job.saving = Saving(communicator, Path(path), manifest, mine, keep, frozenset(job.damaged))
     if block:
@@ -140,7 +138,9 @@ def _compare(everyone: list[Json], model: Model | None) -> None:
 def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
     """Make the folder of a new generation; return it and its number."""
     pending = [each.saving for each in state.jobs.values() if each is not job and each.saving is not None]
-    if any(folder_key(each.path.parent) == folder_key(folder) for each in pending if not each.is_over):
+    if any(
+        os.path.realpath(each.path.parent) == os.path.realpath(folder) for each in pending if not each.is_over
+    ):
         raise CheckpointError(
             f"save_job: another model has saved to {folder}, and nobody has waited for it; call wait() of what its "
             "save_job returned, or give each model a folder of its own"
@@ -151,7 +151,7 @@ def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
         raise CheckpointError(
             f"save_job: {whole[0].path} was saved by another job; go on from it by load_job, or give another folder"
         )
-    if problems and folder_key(folder) not in job.folders:
+    if problems and os.path.realpath(folder) not in job.folders:
         raise CheckpointError(
             f"save_job: {folder} has checkpoints that cannot be read: {'; '.join(problems.values())}"
         )

@@ -14,10 +14,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from ..comm.exit_hooks import exit_hooks
 from ..error_stream import tell
 from ..errors import CheckpointError
 from ..generation import Manifest, rank_file, remove_old, write_manifest
-from .rank_arrays import write_arrays
+from .rank_arrays import Arrays, write_arrays
 from .together import together
 
 POLL_S = 0.002
@@ -34,8 +33,6 @@ CALM_S = 0.03  # the next recorded step runs eagerly and wants the interpreter: 
 EXIT_S = 10.0  # how long a process that ends waits for the other ranks' files
 LOST_S = 0.5  # likewise once a collective has failed: that of a lost rank never comes, but others are writing theirs
 SEEN_S = 120.0  # how long files that other hosts have written may take to be seen here
-
-Arrays = Mapping[str, np.ndarray[Any, Any]]
 WHERE = "save_job"
 
 
@@ -76,9 +73,7 @@ class Saving:
             thread.start()
         except RuntimeError as error:  # the system has no process or memory left for one
             self._failure = CheckpointError(f"cannot write {path}: {error}")
-            self._arrays = {}
-            self._is_written.set()
-            self._is_ended.set()
+            self._end()
         self._cancel_finish = self._hooks.at_exit(self._finish)
 
     def done(self) -> bool:
@@ -152,9 +147,13 @@ class Saving:
         except BaseException as error:  # whatever it is: the thread has no other way to say it
             self._failure = CheckpointError(f"cannot write {self.path}: {type(error).__name__}: {error}")
         finally:
-            self._arrays = {}
-            self._is_written.set()
-            self._is_ended.set()
+            self._end()
+
+    def _end(self) -> None:
+        """Free the arrays, and let nobody wait for them any more."""
+        self._arrays = {}
+        self._is_written.set()
+        self._is_ended.set()
 
     def _commit(self) -> None:
         """Write the manifest once every rank's file is there, then remove what is not needed any more."""

@@ -42,16 +42,15 @@ def streams(devices: Sequence[tuple[int, int]]) -> Arrays:
             "np.random.set_bit_generator(np.random.MT19937(seed)), and draw from a Generator of the script"
         )
     _, words, python_normal = random.getstate()
-    arrays: Arrays = {
+    return {
         DEVICES: np.array(devices, np.uint64).reshape(len(devices), 2),
         PYTHON: np.array(words, np.uint32),
         NORMALS: np.array([state["gauss"], np.nan if python_normal is None else python_normal]),
         NUMPY: np.array([*state["state"]["key"], state["state"]["pos"], state["has_gauss"]], np.uint32),
     }
-    return arrays
 
 
-def restore_streams(arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[tuple[int, int]]:
+def restore_streams(arrays: Arrays) -> list[tuple[int, int]]:
     """Set numpy's and Python's streams; return (seed, counter) of each device."""
     numpy_normal, python_normal = map(float, arrays[NORMALS])
     if NUMPY in arrays:
@@ -62,7 +61,7 @@ def restore_streams(arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[tuple[in
     return [(int(seed), int(counter)) for seed, counter in arrays[DEVICES]]
 
 
-def check_streams(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+def check_streams(arrays: Arrays) -> None:
     """Raise CheckpointError unless ``restore_streams`` can go on from ``arrays``."""
     is_right = (
         arrays.keys() >= {DEVICES, PYTHON, NORMALS}
@@ -87,14 +86,14 @@ def stream_ids() -> dict[str, str]:
     return {name: _id_of(now, name) for name in (NUMPY, PYTHON)}
 
 
-def _id_of(states: Mapping[str, np.ndarray[Any, Any]], name: str) -> str:
+def _id_of(states: Arrays, name: str) -> str:
     """Return a hash of the whole state of numpy's or Python's stream."""
     normal = states[NORMALS][[NUMPY, PYTHON].index(name)]
     return f"{digest(states[name])} {normal}" if name in states else ""
 
 
 def resized_streams(
-    saved: Sequence[Mapping[str, np.ndarray[Any, Any]]],
+    saved: Sequence[Arrays],
     now: Sequence[Mapping[str, Any]],
     step: int,
     rank: int,
@@ -126,7 +125,8 @@ def resized_streams(
         DEVICES: np.array(devices, np.uint64).reshape(len(devices), 2),
         NORMALS: first[NORMALS].copy(),
     }
-    for number, (name, end) in enumerate({NUMPY: [624, 0], PYTHON: [624]}.items()):
+    # how the words of a new stream end, and its kept normal: none
+    for number, (name, end, normal) in enumerate([(NUMPY, [624, 0], 0.0), (PYTHON, [624], np.nan)]):
         if name not in first:
             continue
         arrays[name] = first[name]
@@ -134,5 +134,5 @@ def resized_streams(
             seed = [*map(int, first[name][:4]), step, rank]
             words = np.random.SeedSequence(seed).generate_state(624, np.uint32)
             arrays[name] = np.append(words, np.array(end, np.uint32))
-            arrays[NORMALS][number] = (0.0, np.nan)[number]
+            arrays[NORMALS][number] = normal
     return arrays

@@ -7,7 +7,7 @@ What lives here: which arrays and numbers they are, and their checks. What does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,9 @@ import numpy as np
 from .. import kvstore as stores
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import CheckpointError, OptionError, check_int, check_number
-from ..kvstore.calls import Key, Path
-from ..kvstore.residuals import Array
+from ..kvstore.calls import Array, Key, Path, States
 from ..kvstore.states import check_residuals
-from ..kvstore.store import KVStore, States
+from ..kvstore.store import KVStore
 from ..opt.base import Optimizer
 from ..opt.checks import MAX_STEPS, check_steps
 from ..tensor import Tensor
@@ -32,13 +31,7 @@ RESIDUAL = "sync/kvstore/"  # as residuals of a DistOpt's schemes are called
 class SavedStates:
     """Saves and restores the optimizer's states, wherever it updates, and what compression has lost.
 
-    Attributes:
-        params: parameters by name.
-        optimizer: theirs; where the store updates, the one that its servers have copies of.
-        kvstore: a store of the package, or None.
-        shared: notes what is restored.
-        updates_on_store: whether the store updates the parameters.
-        reduction: of the Trainer.
+    Attributes: those of the Trainer. ``kvstore`` is a store of the package or None; ``shared`` notes what is restored.
     """
 
     params: Mapping[str, Tensor]
@@ -50,26 +43,24 @@ class SavedStates:
 
     def save(self, fname: Path) -> None:
         """As ``Trainer.save_states``."""
-        store = self._store_of_states()
-        get_states, _ = self._access(store)
+        get_states = None if self.updates_on_store else self._own_states
         steps = self.optimizer.step_counter
         head = {"optimizer": None, "steps": steps, "lr": self.shared.constant_lr, **self._alike()}
-        store.save_states("save_states", fname, head, get_states)
+        self._store_of_states().save_states("save_states", fname, head, get_states)
 
     def load(self, fname: Path) -> None:
         """As ``Trainer.load_states``."""
-        store = self._store_of_states()
-        head = store.load_states("load_states", fname, self._alike(), *self._access(store), check_head)
+        store, access = self._store_of_states(), (self._own_states, self._set_own_states)
+        if self.updates_on_store:
+            head = store.load_states("load_states", fname, self._alike(), check=check_head)
+        else:
+            head = store.load_states("load_states", fname, self._alike(), *access, check=check_head)
         self.shared.restore(head["steps"], head.get("lr"))
 
     def get(self) -> dict[str, Array]:
         """As ``Trainer.get_states``."""
-        store = self.kvstore
-        if self.updates_on_store:
-            assert store is not None
-            states = _flat(store.get_states())
-        else:
-            states = self.optimizer.get_states()
+        store = self.kvstore if self.updates_on_store else None
+        states = self.optimizer.get_states() if store is None else _flat(store.get_states())
         states["step_counter"] = np.array(self.optimizer.step_counter)
         for name, lost in self._residuals().items():
             states[RESIDUAL + str(name)] = lost
@@ -78,23 +69,21 @@ class SavedStates:
 
     def set(self, states: Mapping[str, Array]) -> None:
         """As ``Trainer.set_states``."""
-        store = self.kvstore
         _check_states(states, self.params)
         lost: dict[Key, Array] = {
             name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
         }
         check_residuals("Trainer: set_states", self._residuals(), lost)
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
-        if self.updates_on_store:
-            assert store is not None
-            del known["step_counter"]  # the store's have their own
-            store.set_states(self._by_parameter(known))
-        else:
+        if not self.updates_on_store:
             self.optimizer.set_states(known)
-        if store is not None:
-            store.set_residuals(lost)
+        if self.kvstore is not None:
+            if self.updates_on_store:
+                del known["step_counter"]  # the store's have their own
+                self.kvstore.set_states(self._by_parameter(known))
+            self.kvstore.set_residuals(lost)
             params = list(self.params.values())
-            store.broadcast(list(self.params), params, out=params)
+            self.kvstore.broadcast(list(self.params), params, out=params)
         lr = float(states["lr"])
         self.shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
 
@@ -106,12 +95,6 @@ class SavedStates:
     def _alike(self) -> dict[str, Any]:
         """Return what must be the same where the states are loaded."""
         return {"optimizer_class": type(self.optimizer).__name__, "reduction": self.reduction}
-
-    def _access(self, store: KVStore) -> tuple[Callable[[], States], Callable[[States], None]]:
-        """Return what gets the states on worker 0, and what sets worker 0's: the store's, or this optimizer's."""
-        if self.updates_on_store:
-            return store._get_states, store._set_states
-        return self._own_states, lambda states: self._set_own_states(_flat(store.broadcast_states(states)))
 
     def _store_of_states(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
@@ -134,9 +117,11 @@ class SavedStates:
             found[name if name in found else next(iter(found))][state if name in found else key] = array
         return found
 
-    def _set_own_states(self, states: Mapping[str, Array]) -> None:
+    def _set_own_states(self, states: States) -> None:
+        """Continue from worker 0's ``_own_states``; all workers call it."""
+        saved = _flat(states if self.kvstore is None else self.kvstore.broadcast_states(states))
         own, first = self.optimizer.get_states(), next(iter(self.params))
-        self.optimizer.set_states({key: states[key if key in states else f"{first}:{key}"] for key in own})
+        self.optimizer.set_states({key: saved[key if key in saved else f"{first}:{key}"] for key in own})
 
 
 def _flat(states: States) -> dict[str, Array]:

@@ -37,7 +37,7 @@ class SharedOptimizer:
         state.trainers[id(optimizer)] = self  # which keeps it, and so its id
         self._note()
         if store is not None and is_on_store:
-            store._lr_hooks.append(WeakMethod(self._take_lr))
+            store.lr_hooks.append(WeakMethod(self._take_lr))
 
     @property
     def constant_lr(self) -> float | None:

@@ -30,7 +30,6 @@ class Arguments:
 
     Attributes:
         specs: the keys that there are, in the order in which they were made.
-        needs_floats: whether an optimizer updates the values.
         needs_float32: whether pushes are compressed.
     """
 
@@ -38,7 +37,7 @@ class Arguments:
         self._name = store
         self.specs: dict[Key, Spec] = {}
         self._found: dict[tuple[Key, ...], list[Spec]] = {}  # of lists of keys that were checked
-        self.needs_floats = self.needs_float32 = False
+        self.needs_float32 = False
 
     def keys(self, where: str, key: Keys) -> list[Key]:
         """Return the keys of a call as a list of ints or of texts, each once."""
@@ -89,7 +88,7 @@ class Arguments:
         """Return each key with the array to push; a typed error for one that cannot be pushed."""
         pushes = []
         for spec, arrays in zip(specs, self.values(where, key, value), strict=True):
-            if self.needs_floats or options.mean or options.scale != 1:
+            if options.mean or options.scale != 1:  # with an optimizer all keys are floats
                 self.check_float(where, spec)
             if self.needs_float32 and spec.dtype != np.float32:
                 raise DTypeError(

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from ..errors import check_choice
 from .calls import Keys
 
-OPTIMIZER = "optimizer"  # the one capability: updating the values that are kept
-
 
 class KVStoreBase(ABC):
     """Base of the stores that a ``gluon.Trainer`` can use. A subclass with ``names`` is found by ``kvstore.create``.
@@ -45,7 +43,7 @@ class KVStoreBase(ABC):
     @classmethod
     def is_capable(cls, capability: str) -> bool:
         """Return whether the store can update the values it keeps ("optimizer"); OptionError for another word."""
-        check_choice("is_capable", "capability", capability, (OPTIMIZER,))
+        check_choice("is_capable", "capability", capability, ("optimizer",))
         return cls._can_update
 
     @abstractmethod

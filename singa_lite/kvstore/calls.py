@@ -17,6 +17,9 @@ from ..tensor import Tensor
 Key = int | str
 Keys = Key | Sequence[Key]
 Path = str | os.PathLike[str]
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+States = dict[Key, Arrays]  # of the optimizers, by key and name
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ import numpy as np
 from .. import _native
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import DTypeError, OptionError, ShapeError, check_choice, check_number
-
-Array = np.ndarray[Any, Any]
+from .calls import Array
 
 WHERE = "set_gradient_compression"
 BITS = {"1bit": 1, "2bit": 2}

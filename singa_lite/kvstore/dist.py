@@ -22,13 +22,12 @@ from ..comm.work import Work
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.recorder import break_graph
 from ..tensor import Tensor
-from .calls import Key, Pull, Push, PushOptions, Spec
+from .calls import Array, Key, Pull, Push, PushOptions, Spec, States
 from .compression import Compression
 from .sharding import Part, Sharding
 from .store import KVStore
-from .stored import Arrays, Description
+from .stored import Description
 
-Array = np.ndarray[Any, Any]
 BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
 NOTE_S = 1.0  # after so many seconds a worker reports to a server that it waits
 EXPLAIN_S = 2.0  # seconds for an answer that needs no other worker
@@ -114,8 +113,7 @@ class DistStore(KVStore):
     """Values kept by the servers of a job, in parts; see ``Sharding``. Arrays are those of the host or of a GPU.
 
     Args:
-        name: what it was created by.
-        communicator: the workers.
+        name, communicator: see ``KVStore``.
         messenger: joins this worker with the servers.
         staleness: how many pushes of a key a worker may be ahead of the slowest, with "dist_async"; None: any number.
         big_array: elements from which a key is cut into parts.
@@ -231,7 +229,7 @@ class DistStore(KVStore):
         with suppress(CommError):  # it is the next call's to raise
             self._note("goes on", range(self.num_servers))
 
-    def _get_states(self) -> dict[Key, Arrays]:
+    def _get_states(self) -> States:
         """Return the states of whole keys on worker 0, {} on others."""
         if self.rank != 0:
             return {}
@@ -241,14 +239,14 @@ class DistStore(KVStore):
             names, arrays = request.answers[server]
             for (key, name), array in zip(names, arrays, strict=True):
                 found.setdefault((key, name), []).append(array)
-        states: dict[Key, Arrays] = {key: {} for key in self._parts}
+        states: States = {key: {} for key in self._parts}
         for (key, name), arrays in found.items():
             is_cut = len(arrays) > 1 and arrays[0].ndim == 1  # a part's number of steps is that of the key
             shape = self._arguments.specs[key].shape
             states[key][name] = np.concatenate(arrays).reshape(shape) if is_cut else arrays[0]
         return states
 
-    def _set_states(self, states: dict[Key, Arrays]) -> None:
+    def _set_states(self, states: States) -> None:
         if self.rank != 0:
             return
         pieces: list[tuple[Any, Part, Array]] = []

@@ -7,7 +7,6 @@ communicator. What does not: servers (dist.py, server.py).
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,11 @@ from ..device import Device
 from ..errors import DeviceError, OptionError
 from ..graph.recorder import break_graph
 from ..tensor import Tensor, to_numpy
-from .calls import Key, Pull, Push, PushOptions, Spec
+from .calls import Key, Pull, Push, PushOptions, Spec, States
 from .compression import Compression
 from .residuals import add_decoded
 from .store import KVStore
-from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
+from .stored import Description, StoredArray, Updater, make_optimizer
 from .sums import SumMemory
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -36,11 +35,7 @@ MEMORY_FACTOR = 2  # of the values' elements, for sums: each key in a list of al
 class ReplicaStore(KVStore):
     """Values kept by every worker of ``communicator``; a push is an all-reduce, so all workers push the same keys.
 
-    CUDA arrays travel by NCCL. float16 is summed in float32.
-
-    Args:
-        name: what it was created by.
-        communicator: the workers; one of this process alone for a store of one process.
+    CUDA arrays travel by NCCL. float16 is summed in float32. A store of one process has a communicator of that alone.
     """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
@@ -70,7 +65,7 @@ class ReplicaStore(KVStore):
         if not callable(updater):
             raise OptionError(f"{self.type}: set_updater: expected a function, got {updater!r}")
         self._updater = updater
-        self._optimizer, self._arguments.needs_floats = None, False
+        self._optimizer = None
         self._memory.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
             stored.updater = updater
@@ -114,11 +109,11 @@ class ReplicaStore(KVStore):
         if self.type in UNCOMPRESSED:
             raise OptionError(f"{self.type}: set_gradient_compression is for the stores device and dist")
 
-    def _get_states(self) -> dict[Key, Arrays]:
+    def _get_states(self) -> States:
         stored = self._stored if self.rank == 0 else {}
         return {key: each.get_states() for key, each in stored.items()}
 
-    def _set_states(self, states: dict[Key, Arrays]) -> None:
+    def _set_states(self, states: States) -> None:
         for key, arrays in self.broadcast_states(states).items():
             self._stored[key].set_states(arrays)
 
@@ -208,21 +203,21 @@ class ReplicaStore(KVStore):
         codes, lost = self._residuals.encode(f"{self.type}: push", self._compression, given)
         self._residuals.update(lost)
         sizes = [self._compression.code_size(push.spec.size) for push in pushes]
-        spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        mine = np.zeros(sum(sizes), np.int32)
-        for push, span in zip(pushes, spans, strict=True):
-            if push.value is not None:
-                mine[span] = codes[push.spec.key][0]
-        work = self._communicator.all_gather(mine, name=name)
+        mine = [
+            codes.get(push.spec.key, [np.zeros(size, np.int32)])[0]
+            for push, size in zip(pushes, sizes, strict=True)
+        ]
+        work = self._communicator.all_gather(np.concatenate(mine), name=name)
         self._count(work)
         every = work.wait()
         scales = self._communicator.all_gather(np.array([options.scale]), name=f"{name}, scale").wait()
         assert every is not None and scales is not None
         totals = [np.zeros(push.spec.size, np.float32) for push in pushes]
         for worker, row in enumerate(every.reshape(self.num_workers, -1)):
-            for number, (total, span) in enumerate(zip(totals, spans, strict=True)):
+            theirs = np.split(row, np.cumsum(sizes)[:-1])
+            for number, (total, code) in enumerate(zip(totals, theirs, strict=True)):
                 if has_value is None or has_value[worker, number]:
-                    add_decoded(self._compression, row[span], float(scales.flat[worker]), total)
+                    add_decoded(self._compression, code, float(scales.flat[worker]), total)
         for total in totals if options.mean else ():
             total /= self.num_workers
         return [

@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..errors import OptionError
+from .calls import Array, Key
 from .compression import Compression
-
-Array = np.ndarray[Any, Any]
 
 
 class Residuals:
     """The errors of earlier pushes, which the next push of the key adds: flat float32 arrays, zeros at first."""
 
     def __init__(self) -> None:
-        self._kept: dict[int | str, Array] = {}
+        self._kept: dict[Key, Array] = {}
 
     def encode(
-        self, where: str, compression: Compression, values: Mapping[int | str, Sequence[Array]]
-    ) -> tuple[dict[int | str, list[Array]], dict[int | str, Array]]:
+        self, where: str, compression: Compression, values: Mapping[Key, Sequence[Array]]
+    ) -> tuple[dict[Key, list[Array]], dict[Key, Array]]:
         """Return the codes of float32 arrays, the consecutive pieces of each key, and what is then lost of each.
 
         That is for ``update``, once the codes are on their way.
@@ -30,7 +28,7 @@ class Residuals:
         Raises:
             OptionError: a value is not finite, or too large with what was lost before.
         """
-        codes: dict[int | str, list[Array]] = {key: [] for key in values}
+        codes: dict[Key, list[Array]] = {key: [] for key in values}
         changed = {}
         for key, pieces in values.items():
             size = sum(piece.size for piece in pieces)
@@ -46,15 +44,15 @@ class Residuals:
                 start += piece.size
         return codes, changed
 
-    def update(self, lost: Mapping[int | str, Array]) -> None:
+    def update(self, lost: Mapping[Key, Array]) -> None:
         """Continue from what ``encode`` has returned."""
         self._kept.update(lost)
 
-    def get(self, key: int | str, size: int) -> Array:
+    def get(self, key: Key, size: int) -> Array:
         """Return what was lost of a key."""
         return self._kept.get(key, np.zeros(size, np.float32))
 
-    def set(self, key: int | str, values: Array) -> None:
+    def set(self, key: Key, values: Array) -> None:
         """Continue from what ``get`` gave."""
         self._kept[key] = values.astype(np.float32).ravel()
 

@@ -24,13 +24,12 @@ from ..comm.p2p import Message, Messenger, SendWork
 from ..device import get_default_device
 from ..errors import CheckpointError, CommError, OptionError
 from ..tensor import Tensor
-from .calls import Key, PushOptions, difference
+from .calls import Array, Key, PushOptions, States, difference
 from .compression import Compression
 from .residuals import add_decoded
 from .stored import Description, StoredArray, make_optimizer
 from .waits import Waits
 
-Array = np.ndarray[Any, Any]
 Answer = tuple[Any, Sequence[Array]] | None  # content and arrays; None: of nothing
 
 
@@ -330,7 +329,7 @@ class Server:
         return [[key, name] for key, name, _ in states], [array for *_, array in states]
 
     def _do_set_states(self, names: list[list[Any]], message: Message) -> None:
-        states: dict[Key, dict[str, Array]] = {}
+        states: States = {}
         for (key, name), array in zip(names, message.read(), strict=True):
             states.setdefault(key, {})[name] = array
         for key, arrays in states.items():

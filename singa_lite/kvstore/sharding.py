@@ -34,7 +34,7 @@ class Sharding:
     def place(self, spec: Spec) -> list[Part]:
         """Return the parts of a new key, in the order of its elements."""
         num_servers = len(self.loads)
-        if spec.size >= max(self._big_array, num_servers) and num_servers > 1:
+        if spec.size >= max(self._big_array, num_servers):
             cuts = [round(spec.size * server / num_servers) for server in range(num_servers + 1)]
             parts = [Part(server, cuts[server], cuts[server + 1]) for server in range(num_servers)]
         else:

@@ -24,9 +24,9 @@ from ..errors import CheckpointError, check_number
 from ..model_file import Checkpoint, read_checkpoint, write_checkpoint
 from ..opt.checks import check_steps
 from ..tensor import Tensor
-from .calls import Key, Path, Spec
-from .residuals import Array, Residuals
-from .stored import Arrays, StoredArray
+from .calls import Array, Arrays, Key, Path, Spec, States
+from .residuals import Residuals
+from .stored import StoredArray
 
 HEAD = "store"
 RESIDUAL = "residual"  # what compression has lost
@@ -54,7 +54,7 @@ def write_states(
 
 def read_states(
     path: Path, store: Mapping[str, Any], specs: list[Spec]
-) -> tuple[dict[str, Any], dict[Key, Arrays], Arrays]:
+) -> tuple[dict[str, Any], States, Arrays]:
     """Return the head of a file, the states by key, and the residuals; CheckpointError if it is of another store."""
     arrays = dict(read_checkpoint(path, {}, {}).optimizer or {})
     try:
@@ -74,7 +74,7 @@ def read_states(
     shapes = {f"{spec.number}:{RESIDUAL}": (store["num_workers"], spec.size) for spec in specs}
     if residuals and {name: array.shape for name, array in residuals.items()} != shapes:
         raise CheckpointError(f"{path} lacks what compression has lost, of some keys or workers")
-    states: dict[Key, Arrays] = {spec.key: {} for spec in specs}
+    states: States = {spec.key: {} for spec in specs}
     keys = {str(spec.number): spec.key for spec in specs}
     for name, array in arrays.items():
         number, _, state = name.partition(":")
@@ -127,7 +127,7 @@ def check_residuals(where: str, mine: Mapping[Key, Array], found: object) -> Non
         )
 
 
-def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> dict[Key, Arrays]:
+def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> States:
     """Return the states that values have with a file's ``optimizer``, which is JSON, before any update.
 
     Raises:
@@ -139,6 +139,8 @@ def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> dict[Key, Arra
             check_number(f"{path}", "lr", optimizer["lr"], 0, LARGEST_FLOAT32)
         check_steps(f"{path}", np.asarray(optimizer["description"].get("step_counter", 0)))
         for spec in specs:
+            if spec.dtype.kind != "f":
+                raise TypeError(f"key {spec.key!r} is {spec.dtype}, and an optimizer needs floats")
             stored = StoredArray(spec.key, Tensor(spec.shape, dtype=spec.dtype))
             stored.set_optimizer(optimizer["description"], optimizer["lr"])
             states[spec.key] = stored.get_states()
@@ -170,7 +172,7 @@ def scatter_residuals(
         residuals.set(spec.key, rows[communicator.rank])
 
 
-def broadcast_states(communicator: Communicator, states: dict[Key, Arrays]) -> dict[Key, Arrays]:
+def broadcast_states(communicator: Communicator, states: States) -> States:
     """Return worker 0's states on all workers; a collective."""
     mine = [
         [key, name, array.dtype.name, list(array.shape)]
@@ -178,7 +180,7 @@ def broadcast_states(communicator: Communicator, states: dict[Key, Arrays]) -> d
         for name, array in each.items()
     ]
     manifest = communicator.all_gather_object(mine, name="kvstore.load states")[0]
-    found: dict[Key, Arrays] = {}
+    found: States = {}
     for key, name, dtype, shape in manifest:
         array = np.empty(shape, dtype)
         if communicator.rank == 0:

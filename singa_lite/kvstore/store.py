@@ -24,9 +24,9 @@ from ..opt.base import Optimizer
 from ..opt.wrapper import OptimizerWrapper
 from ..tensor import Tensor
 from .arguments import Arguments
-from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec
+from .calls import Array, Arrays, Key, Keys, Path, Pull, Push, PushOptions, Spec, States
 from .compression import Compression
-from .residuals import Array, Residuals
+from .residuals import Residuals
 from .states import (
     are_states,
     broadcast_states,
@@ -40,10 +40,8 @@ from .states import (
     states_with,
     write_states,
 )
-from .stored import Arrays, Description, Updater, describe
+from .stored import Description, Updater, describe
 from .worker_calls import WorkerCalls
-
-States = dict[Key, Arrays]
 
 
 class KVStore(WorkerCalls):
@@ -59,6 +57,9 @@ class KVStore(WorkerCalls):
     Args:
         name: what it was created by.
         communicator: the workers.
+
+    Attributes:
+        lr_hooks: methods that are called with each rate that is set; of a Trainer, which the store does not keep.
     """
 
     _can_update = True
@@ -68,7 +69,7 @@ class KVStore(WorkerCalls):
         self._arguments = Arguments(name)
         self._optimizer: Description | None = None
         self._lr: float | None = None  # set after the optimizer
-        self._lr_hooks: list[WeakMethod[Callable[[float], None]]] = []  # called with each that is set
+        self.lr_hooks: list[WeakMethod[Callable[[float], None]]] = []
         self._compression: Compression | None = None
         self._residuals = Residuals()
 
@@ -283,10 +284,7 @@ class KVStore(WorkerCalls):
         for spec in self._arguments.specs.values():
             self._arguments.check_float("set_optimizer", spec)
         self._together("set_optimizer", description, lambda: self._set_optimizer(description))
-        self._note_optimizer(description)
-
-    def _note_optimizer(self, description: Description) -> None:
-        self._optimizer, self._lr, self._arguments.needs_floats = description, None, True
+        self._optimizer, self._lr = description, None
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the store's optimizer from the next push on; all workers call it alike.
@@ -302,7 +300,7 @@ class KVStore(WorkerCalls):
 
     def _note_lr(self, lr: float) -> None:
         self._lr = lr
-        for reference in self._lr_hooks:
+        for reference in self.lr_hooks:
             if (hook := reference()) is not None:
                 hook(lr)
 
@@ -349,7 +347,7 @@ class KVStore(WorkerCalls):
             raise OptionError(f"{self._name}: save_optimizer_states: set_optimizer() comes first")
         optimizer = {"description": dict(self._optimizer), "lr": self._lr} if dump_optimizer else None
         head = {"optimizer": optimizer, "optimizer_class": self._optimizer["class"]}
-        self.save_states("save_optimizer_states", fname, head, self._get_states)
+        self.save_states("save_optimizer_states", fname, head)
 
     def load_optimizer_states(self, fname: Path) -> None:
         """Continue from ``save_optimizer_states``, with the same keys and workers and any number of servers.
@@ -358,19 +356,24 @@ class KVStore(WorkerCalls):
             CheckpointError: no such file, damaged, or of another store or optimizer; nothing has changed.
         """
         alike = {} if self._optimizer is None else {"optimizer_class": self._optimizer["class"]}
-        self.load_states("load_optimizer_states", fname, alike, self._get_states, self._set_states)
+        self.load_states("load_optimizer_states", fname, alike)
 
     def save_states(
-        self, where: str, fname: Path, head: Mapping[str, Any], get_states: Callable[[], States]
+        self,
+        where: str,
+        fname: Path,
+        head: Mapping[str, Any],
+        get_states: Callable[[], States] | None = None,
     ) -> None:
-        """Save states by key, such as those of a Trainer's own optimizer, and ``head``, JSON values; all call it.
+        """Save states by key and ``head``, JSON values; all call it.
 
-        ``get_states`` gives the states on worker 0, and is called on all.
+        ``get_states`` gives them on worker 0, such as those of a Trainer's own optimizer, and is called on all; None:
+        those of the store.
         """
         _check_path(where, fname)
 
         def save() -> None:
-            states, specs = get_states(), list(self._arguments.specs.values())
+            states, specs = (get_states or self._get_states)(), list(self._arguments.specs.values())
             lost = gather_residuals(self._communicator, specs, self._residuals) if self._compression else {}
             if self.rank == 0:
                 whole = {**describe_store(specs, self.num_workers), **self._compression_entry(), **head}
@@ -383,8 +386,8 @@ class KVStore(WorkerCalls):
         where: str,
         fname: Path,
         alike: Mapping[str, Any],
-        get_states: Callable[[], States],
-        set_states: Callable[[States], None],
+        get_states: Callable[[], States] | None = None,
+        set_states: Callable[[States], None] | None = None,
         check: Callable[[Mapping[str, Any]], None] = lambda head: None,
     ) -> dict[str, Any]:
         """Read a file on worker 0, check it, and give its states to ``set_states`` there, {} on others.
@@ -392,8 +395,8 @@ class KVStore(WorkerCalls):
         Args:
             where, fname: the caller, for errors, and the file.
             alike: what must be as when it was saved, of ``head``; the optimizer's class unless one was dumped.
-            get_states: gives the states that there are, on worker 0; called on all.
-            set_states: takes those of the file; called on all.
+            get_states: gives the states that there are, on worker 0; called on all. None: the store's.
+            set_states: takes those of the file; called on all. None: sets the store's.
             check: raises CheckpointError if what the file keeps beside states is not right.
 
         Returns:
@@ -405,14 +408,14 @@ class KVStore(WorkerCalls):
         _check_path(where, fname)
 
         def load() -> dict[str, Any]:
-            specs, mine = list(self._arguments.specs.values()), get_states()
+            specs, mine = list(self._arguments.specs.values()), (get_states or self._get_states)()
             head, states, lost, keys = self._do(
                 "read_states", lambda: self._read_states(fname, specs, mine, alike, check)
             )
             head, keys = self._communicator.all_gather_object([head, keys], name="kvstore.load")[0]
             if head.get("optimizer") is not None:
                 self._do("set_optimizer", lambda: self._set_dumped(head["optimizer"]))
-            self._do("set_states", lambda: set_states(states))
+            self._do("set_states", lambda: (set_states or self._set_states)(states))
             if self._compression:
                 whose = [spec for spec in specs if spec.key in keys]  # not those of other Trainers
                 scatter_residuals(self._communicator, whose, self._residuals, lost)
@@ -496,7 +499,7 @@ class KVStore(WorkerCalls):
     def _set_dumped(self, optimizer: dict[str, Any]) -> None:
         """Set the optimizer of a file."""
         self._set_optimizer(optimizer["description"])
-        self._note_optimizer(optimizer["description"])
+        self._optimizer, self._lr = optimizer["description"], None
         if optimizer["lr"] is not None:
             self._set_lr(optimizer["lr"])
             self._note_lr(optimizer["lr"])

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..errors import CheckpointError
 from ..opt.base import Optimizer, create
 from ..tensor import Tensor
+from .calls import Arrays, Key
 
 Description = Mapping[str, Any]  # of an optimizer, see describe
 Updater = Callable[[Any, Tensor, Tensor], None]
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def describe(optimizer: Optimizer) -> dict[str, Any]:
@@ -44,7 +42,7 @@ class StoredArray:
         value: its Tensor; this object owns the memory.
     """
 
-    def __init__(self, key: int | str, value: Tensor) -> None:
+    def __init__(self, key: Key, value: Tensor) -> None:
         self.key = key
         self.param = value
         self.param.name = str(key)

@@ -66,6 +66,17 @@ def test_a_store_refuses_it(change_head, change_arrays, tmp_path: Path) -> None:
     assert store_state(store) == before
 
 
+def test_an_optimizer_for_integers_is_refused(tmp_path: Path) -> None:
+    store: Any = kvstore.create("device")
+    store.init("a", np.arange(3))
+    head = {"optimizer": {"description": opt.SGD(0.1).describe(), "lr": None}}
+    store.save_states("save_states", tmp_path / "states", head, lambda: {"a": {"step_counter": np.array(0)}})
+    with pytest.raises(CheckpointError, match=r"key 'a' is int64"):
+        store.load_optimizer_states(tmp_path / "states")
+    store.push("a", np.ones(3, np.int64))
+    assert store.optimizer_description is None
+
+
 def test_a_file_written_before_there_were_these_entries_is_read(tmp_path: Path) -> None:
     saved = trained_trainer(2)
     saved.save_states(tmp_path / "states")
