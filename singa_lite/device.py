@@ -159,6 +159,7 @@ def create_cpu_device() -> Device:
 
 def get_num_threads() -> int:
     """Threads that compiled CPU kernels called from this Python thread use; 1 where nothing was compiled."""
+    break_graph("it reads the number of threads, which a replay would not do")
     kernels, _ = load("_kernels")
     return 1 if kernels is None else int(kernels.num_threads())
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_a_random_state_is_two_numbers_that_a_checkpoint_holds(wrong):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda: device.set_num_threads(device.get_num_threads()), "it sets the number of threads"),
+        (partial(device.set_num_threads, device.get_num_threads()), "it sets the number of threads"),
         (lambda: device.allow_tf32(False), "it sets whether TF32 is allowed"),
         (device.benchmark_convolutions, "it sets how convolutions choose their algorithms"),
     ],

@@ -30,7 +30,7 @@ from singa_lite import autograd, data, layer, model, opt, tensor
 from singa_lite.backend.cpu import CpuBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.device import get_default_device
+from singa_lite.device import get_default_device, get_num_threads
 from singa_lite.errors import GraphError
 from singa_lite.record import attributes as record_attributes
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
@@ -236,6 +236,27 @@ def test_a_learning_rate_read_in_python_is_not_frozen() -> None:
             return loss
 
     assert_alike(ByHand, 0, "step counter")
+
+
+def test_a_counter_read_from_the_states_is_not_frozen() -> None:
+    class ByStates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            steps = int(self.optimizer.get_states()["step_counter"])
+            loss = self.loss_of(x, y) * (1.0 / (1 + steps))
+            self.optimizer(loss)
+            return loss
+
+    assert_alike(ByStates, 0, "optimizer's states", optimizer=lambda: opt.SGD(0.1))
+
+
+def test_the_number_of_threads_read_in_a_step_is_not_frozen() -> None:
+    class ByThreads(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y) * (1.0 / get_num_threads())
+            self.optimizer(loss)
+            return loss
+
+    assert_alike(ByThreads, 0, "number of threads")
 
 
 # ---- optimizers that users write ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ of a model's training step, which check their inputs and need no such calls (rec
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,10 +34,15 @@ class GraphBuffer:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._recorder: Recorder | None = None
+        self._owner: threading.Thread | None = None  # which records
         self.reset()
 
     @property
     def is_recording(self) -> bool:
+        """Whether a thread records; one that has ended without ``stop`` does not."""
+        if self._owner is not None and not self._owner.is_alive():
+            state.recorders.discard(self._recorder)
+            self._owner = self._recorder = None
         return self._recorder is not None
 
     def reset(self) -> None:
@@ -48,23 +54,26 @@ class GraphBuffer:
     def start(self) -> None:
         """Record what this thread computes from now on, instead of what was recorded before."""
         if self.is_recording:
+            if this_thread.recorder is not self._recorder:
+                raise GraphError("EnableGraph: another thread records; call EnableGraph(False) there first")
             return
         if this_thread.recorder is not None:
             raise GraphError("EnableGraph: this thread records a step already; leave use_graph=True out")
         self.reset()
-        self._recorder = Recorder(_tensors_in)
+        self._recorder, self._owner = Recorder(_tensors_in), threading.current_thread()
         switch_recorder(None, self._recorder)
         state.graph_buffers.add(self)
 
     def stop(self) -> None:
         """End recording."""
-        if self._recorder is None:
+        if not self.is_recording:
             return
         if this_thread.recorder is not self._recorder:
             raise GraphError(
                 "EnableGraph: call EnableGraph(False) in the thread that called EnableGraph(True)"
             )
-        tape, self._recorder = self._recorder, None
+        tape, self._recorder, self._owner = self._recorder, None, None
+        assert tape is not None  # for mypy: it records
         switch_recorder(tape, None)
         tape.finish()
         tape.keep_alive_arrays()

@@ -519,6 +519,7 @@ class Optimizer:
         Parameters are called by name, and by the order in which they were first updated where names repeat. Warns,
         once, of other Tensors in attributes, such as SINGA's ``moments`` by name.
         """
+        break_graph("it reads an optimizer's states, which a replay would not do")
         if not self._has_warned and type(self).get_states is Optimizer.get_states:
             self._warn_of_unsaved()
         names = unique_names(self._slots, self._names)

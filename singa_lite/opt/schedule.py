@@ -107,10 +107,10 @@ class ExponentialDecay(DecayScheduler):
         self.staircase = check_bool("ExponentialDecay", "staircase", staircase)
 
     def call(self, step: int) -> float:
-        exponent = step / self.decay_steps
-        if self.staircase and exponent < math.inf:
-            exponent = math.floor(exponent)
         try:
+            exponent = step / self.decay_steps
+            if self.staircase and exponent < math.inf:
+                exponent = math.floor(exponent)
             return float(self.init_value * self.decay_rate**exponent)
         except OverflowError:
             raise OptionError(f"{self!r}: the value at step {step} is too large for a float") from None

@@ -140,6 +140,39 @@ def test_a_thread_ends_only_what_it_has_started(device: Device) -> None:
     assert len(errors) == 1 and "in the thread that called" in str(errors[0])
 
 
+def test_a_thread_that_has_ended_records_no_more(device: Device) -> None:
+    thread = threading.Thread(target=device.EnableGraph, args=(True,))
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not device.graph_enabled()
+    x = Tensor((2,), device)
+    device.EnableGraph(True)
+    y = x + 1.0
+    device.EnableGraph(False)
+    x.set_value(3.0)
+    device.RunGraph()
+    device.ResetGraph()
+    assert to_numpy(y).tolist() == [4, 4]
+
+
+def test_a_second_thread_cannot_record_on_a_device(device: Device) -> None:
+    errors = []
+
+    def record() -> None:
+        try:
+            device.EnableGraph(True)
+        except GraphError as error:
+            errors.append(str(error))
+
+    device.EnableGraph(True)
+    thread = threading.Thread(target=record)
+    thread.start()
+    thread.join(LIMIT_S)
+    device.EnableGraph(False)
+    device.ResetGraph()
+    assert errors == ["EnableGraph: another thread records; call EnableGraph(False) there first"]
+
+
 def test_a_model_that_records_by_itself_refuses(device: Device) -> None:
     class Recording(model.Model):
         def __init__(self) -> None:
