@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -46,11 +47,12 @@ def load(name: str) -> tuple[ModuleType | None, str]:
 
 def _cure() -> str:
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if os.path.exists(os.path.join(folder, "setup.py")):
+    is_built = any(importlib.util.find_spec(f"{__package__}.{name}") for name in MODULES)
+    if os.path.exists(os.path.join(folder, "setup.py")) and not is_built:
         # Python looks into a script's folder first, which hides the installed package
         return (
-            f"singa_lite was imported from its sources in {folder}, which are not built; move the script to another "
-            f"folder, or build them by `pip install --editable {folder}`"
+            f"singa_lite was imported from its sources in {folder}, which are not built; move the script, or start "
+            f"Python, in another folder, or build them by `pip install --editable {shlex.quote(folder)}`"
         )
     return "reinstall with `pip install .` and read the compiler's output"
 

@@ -37,7 +37,7 @@ from ..tensor import Tensor
 from ..tensor.core import check_alike, check_tensor
 from ..tensor.tracked import is_tracked
 from .changed import kept_unread
-from .results import as_array, check_gradients, copies, row_major_copies
+from .results import as_array, check_gradients, own_copies, row_major_copies
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
@@ -562,7 +562,7 @@ def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tupl
         given = (*dys, *_arrays_in(context.saved, dys[0]))
         recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
     if is_own:
-        results = copies(context, results)
+        results = own_copies(context, results, dys)
     if context.input_dtypes is None:
         return results
     dtypes = zip(results, context.input_dtypes, strict=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..dtypes import is_float
 from ..errors import DTypeError, ShapeError
-from ..tensor.checks import DTYPES, is_row_major
+from ..tensor.checks import DTYPES, as_plain, is_row_major
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
@@ -27,7 +27,7 @@ def as_array(where: str, result: object, like: Array, backend: Any) -> Array:
         raise DTypeError(
             f"{where} must return raw arrays ({type(like).__name__}) of a dtype that a Tensor can have, got {came}"
         )
-    return array
+    return as_plain(where, array)
 
 
 def check_gradients(
@@ -72,9 +72,15 @@ def row_major_copies(context: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(array if array is None or is_row_major(array) else _copy(context, array) for array in arrays)
 
 
-def copies(context: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return copies of ``arrays``; None stays None."""
-    return tuple(None if array is None else _copy(context, array) for array in arrays)
+def own_copies(context: Any, arrays: tuple[Any, ...], dys: Sequence[Array]) -> tuple[Any, ...]:
+    """Return ``arrays``, copied but for row-major views of ``dys``, which nobody else has; None stays None."""
+    shares_memory = context.backend.may_share_memory
+    return tuple(
+        array
+        if array is None or (is_row_major(array) and any(shares_memory(array, dy) for dy in dys))
+        else _copy(context, array)
+        for array in arrays
+    )
 
 
 def _copy(context: Any, array: Any) -> Any:

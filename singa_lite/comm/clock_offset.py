@@ -36,9 +36,10 @@ class Offset(NamedTuple):
 
 
 def pairs_with_rank_0(communicator: Communicator) -> dict[int, Communicator]:
-    """Make a communicator of rank 0 with each rank on another host; return, by that rank, those that have this one.
+    """Make a communicator of rank 0 with each rank on another host, which all ranks must call.
 
-    All ranks must call it.
+    Returns:
+        By that rank: all of them on rank 0, its own on that rank, none on the others.
     """
     hosts = communicator.all_gather_object(this_host(), name="hosts of a trace")
     found = {}

@@ -211,6 +211,6 @@ def _rank_and_size(rank_name: str, size_name: str) -> tuple[int, int]:
 
 
 def _whole_number(where: str, name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CommError(f"{where}: {name}={text!r} in the environment is not a whole number >= 0")
     return int(text)

@@ -36,15 +36,21 @@ def num_hops(kind: str, size: int) -> int:
     return (2 if kind == "all_reduce" else 1) * (size - 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Line:
-    """The schedule of the collectives on a rank's link, which the last one leaves at ``free_ns``."""
+    """The schedule of the collectives on a rank's link; ``free_ns``: when the last one has left."""
 
     link: Link
     free_ns: int = 0
 
     def send(self, called_ns: int, num_bytes: int, hops: int) -> int:
-        """Return when one more collective ends, Note [schedule], which the last rank called at ``called_ns``."""
+        """Take one more collective; return when it ends, see Note [schedule].
+
+        Args:
+            called_ns: when the last rank called it.
+            num_bytes: what this rank sends.
+            hops: see ``num_hops``.
+        """
         self.free_ns = max(called_ns, self.free_ns) + self.link.sending_ns(num_bytes)
         return self.free_ns + hops * self.link.latency_ns
 

@@ -193,7 +193,7 @@ def start_mpi(launcher: str, job: MpiJob) -> Any:
 def mpi_world(launcher: str, job: MpiJob, num_workers: int) -> World:
     """Start MPI as ``start_mpi`` does, and return this process's World among the job's first ``num_workers`` processes.
 
-    Those that share memory are on one host. A worker that does not join in time is a CommError.
+    Local ranks count the processes that share memory. A worker that does not join in time is a CommError.
     """
     mpi = start_mpi(launcher, job)
     with job.joining():

@@ -135,12 +135,24 @@ class ShmCommunicator(Communicator):
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
         dtype = DTYPE_CODES[array.dtype]
         wire = dtype if wire_dtype is None else WIRE_CODES[wire_dtype]
-        by, asks = 1.0 if scale is None else float(scale[0]), self.stop_requests.is_sent
+        factor, asks = 1.0 if scale is None else float(scale[0]), self.stop_requests.is_sent
         file, line = "", 0
         if self._sites is not None:
             file, line = self._sites.known.get((kind, name)) or self._sites.find(kind, name)
         native = self._engine.start(
-            KIND_CODES[kind], OP_CODES[op], dtype, wire, root, array, out, count, name, by, asks, file, line
+            KIND_CODES[kind],
+            OP_CODES[op],
+            dtype,
+            wire,
+            root,
+            array,
+            out,
+            count,
+            name,
+            factor,
+            asks,
+            file,
+            line,
         )
         return ShmWork(self, operation, native)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stopping all ranks at the end of the same step: signals become requests, and the end of each step decides.
 
-What lives here: the calls of DistOpt, and what they do. What does not: how a request travels with the collectives of a
-step (stop_requests.py).
+What lives here: ``stop_on_signals`` and its kin, which DistOpt inherits. What does not: how a request travels with the
+collectives of a step (stop_requests.py).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import math
 import os
@@ -63,7 +64,9 @@ def locked(path: Path, wait_s: float = math.inf) -> Iterator[None]:
     flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         handle = os.open(path, os.O_RDWR | flags, 0o666)  # NFS locks nothing else
-    except PermissionError:  # another user's
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # another user's, or nobody can write
+            raise
         handle = os.open(path, os.O_RDONLY | flags, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -110,7 +110,7 @@ def load_cifar10(folder: str | Path | None = None) -> Cifar:
     what = f"holds neither {TRAIN_FILES[0]} nor {SUBFOLDER} nor {ARCHIVE_NAME}"
     if not os.path.isdir(folder):
         what = "no such folder"
-    elif not os.access(folder, os.R_OK | os.X_OK):
+    elif not os.access(folder, os.X_OK):
         what = "permission denied"
     raise DataError(f"CIFAR-10 folder {folder}: {what}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank sees which sample in which step. Where a loop over them is, and resuming there: resumable.py.
+"""Which rank sees which sample in which step. What lives elsewhere: the position of a loop, resumable.py.
 
 Note [global batches first]: an epoch is one seeded permutation, split into global batches of
 ``world_size * batch_size`` samples; each is then split among the ranks. So every sample is used exactly
@@ -152,15 +152,19 @@ class ShardedSampler(ResumableSampler):
 
         Raises:
             CheckpointError: it was taken with another plan (data size, shuffle, seed; with as many ranks, batch size),
-                or more ranks than the epoch has samples left are to go on.
+                no sampler gives it, or more ranks than the epoch has samples left are to go on.
         """
         plan = self._plan_in(state)
         resized = plan["world_size"] != self.world_size
         may_differ = ("world_size",) if self.microbatches else ("world_size", "batch_size")
         mine = self._plan() | ({name: plan[name] for name in may_differ} if resized else {})
         where = [state.get("epoch"), state.get("start", 0), state.get("position")]
-        if plan != mine or None in (*plan.values(), *where) or 0 in (plan["world_size"], plan["batch_size"]):
+        if plan != mine or None in (*plan.values(), *where):
             raise self._plan_error(plan)
+        size = state["world_size"]
+        is_possible = 0 < size <= self.num_samples and state["batch_size"] > 0
+        if not is_possible or (self.microbatches or 0) % size:
+            raise CheckpointError(f"ShardedSampler: no sampler gives {state!r}")
         epoch, start, position = (int(value or 0) for value in where)
         if resized and self.microbatches:
             step, part = divmod(position * state["world_size"], self.microbatches)

@@ -110,7 +110,9 @@ class SplitSampler(ResumableSampler):
             raise self._plan_error(plan)
         epoch, position = state["epoch"], state["position"]
         if position >= partition(self.length, 0, self.num_parts).stop:  # of the largest part
-            raise CheckpointError(f"SplitSampler: no part has {position} samples before its last")
+            raise CheckpointError(
+                f"SplitSampler: position = {position} is beyond every part of {self.length} samples in {self.num_parts}"
+            )
         # the last sample of a larger part comes when this one has begun its next epoch
         self._move(Cursor(epoch, 0, position) if position < len(self) else Cursor(epoch + 1))
 

@@ -2,7 +2,7 @@
 """Run the script of one process of a job under mpiexec: prefix its lines with its name, and report how it ended.
 
 What lives here: a program that several_hosts.py has mpiexec start by its path on every host, so it imports nothing of
-the package; what it does as the launcher does, that imports from here. What does not: starting mpiexec
+the package; the launcher imports from here what both do. What does not: starting mpiexec
 (several_hosts.py), ending an MPI job from inside (../comm/mpi_job.py).
 
 Note [ended ranks]: mpiexec of MPICH goes on when a process ends with an exit code, and the others wait for it for

@@ -336,13 +336,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._sums.end()
         lap("update")
         bookkeep(self._end_call, scheme, not device.backend.runs_behind_host)
-        self._called = scheme
         self.step()
         bookkeep(self._end_update)
         self._begin_microbatch()
 
     def _end_update(self) -> None:
-        self._ranks.updating = None
+        self._ranks.updating = self._called = None
 
     def _drop_update(self) -> None:
         """Begin an update again, in an eager step or a replay."""
@@ -412,6 +411,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._stop.end_step(self._opt._step_counter + 1)  # this one is about to be counted
         self._ranks.steps_by_hand = None
         self._ranks.may_differ |= not scheme.keeps_equal
+        self._called = scheme  # at replays too, for a ``step`` that a subclass overrides
 
     def _guard_attributes(self) -> None:
         """Check what attributes were set to between steps, and have recorded steps see them."""

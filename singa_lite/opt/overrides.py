@@ -29,7 +29,7 @@ UNRECORDABLE = (
 )
 
 
-# methods of a DistOpt that its calls do not call
+# methods of a DistOpt that ``optimizer(loss)`` does not call, but steps by hand
 OF_STEPS_BY_HAND = (
     "all_reduce",
     "all_reduce_half",

@@ -23,7 +23,7 @@ from ..graph.memory import address_of
 from ..graph.recorder import persist
 from ..graph.rounded import note_written
 from ..tensor import Tensor
-from ..tensor.checks import check_class
+from ..tensor.checks import as_plain
 
 RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 RawOrTensors = RawOrTensor | Iterable[RawOrTensor]
@@ -53,7 +53,7 @@ class GivenArray(NamedTuple):
             raise DTypeError(
                 f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(value).__name__}"
             )
-        check_class(where, array)
+        array = as_plain(where, array)
         if writes:
             note_written(array)
         if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):

@@ -98,19 +98,19 @@ class Dgc(BucketedSync):
         return float(step.options.density)
 
     def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
-        if self._first is not None and step.options.momentum != self._has_momentum:
-            raise OptionError(
-                f"dgc: momentum = {step.options.momentum}, but it began with {self._has_momentum}, and velocities that "
-                "were summed up so far would be lost; make another DistOpt"
-            )
         super().begin(step, read)
-        bookkeep(self._note_first, step.options.momentum)  # at replays too: states without it may be loaded
+        bookkeep(self._note_first, step.options.momentum)  # at replays too: other states may be loaded
         self._density = self._density_at(step)
         self._held, self._factors = [], {}
 
     def _note_first(self, has_momentum: bool) -> None:
         if self._first is None:
             self._first, self._has_momentum = self.now().step, has_momentum
+        if has_momentum != self._has_momentum:
+            raise OptionError(
+                f"dgc: momentum = {has_momentum}, but it began with {self._has_momentum}, and velocities that were "
+                "summed up so far would be lost; make another DistOpt"
+            )
 
     def add_gradient(self, param: Tensor, grad: Tensor) -> None:
         if self.options.clip is None:

@@ -89,11 +89,16 @@ def check_unmasked(where: str, name: str, value: object) -> None:
         raise DTypeError(f"{where}: {name} has masked values; give them a value, such as by {name}.filled(0)")
 
 
-def check_class(where: str, array: object) -> None:
-    """Raise DTypeError for an array of a class whose operations differ from ndarray's: masked values, numpy.matrix."""
-    check_unmasked(where, "array", array)
-    if isinstance(array, np.matrix):
-        raise DTypeError(f"{where}: expected an ndarray, got a numpy.matrix; pass numpy.asarray(matrix)")
+def as_plain(where: str, array: Any) -> Any:
+    """Return a raw array, as an ndarray if it is of a subclass: operations of numpy.matrix differ.
+
+    Raises:
+        DTypeError: it has masked values.
+    """
+    if isinstance(array, np.ndarray) and type(array) is not np.ndarray:
+        check_unmasked(where, "array", array)
+        return np.asarray(array)
+    return array
 
 
 def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool = False) -> np.ndarray:
@@ -145,14 +150,19 @@ def is_row_major(array: Any) -> bool:
     return bool(array.flags.c_contiguous and getattr(array.flags, "aligned", True))  # cupy's always are
 
 
-def check_raw(where: str, array: Any) -> None:
-    """Raise ShapeError for a raw array of which a Tensor cannot be made without a copy, DTypeError for its class."""
-    check_class(where, array)
+def as_raw(where: str, array: Any) -> Any:
+    """Return a raw array as one that a Tensor can have.
+
+    Raises:
+        ShapeError: that would need a copy. DTypeError: it has masked values.
+    """
+    array = as_plain(where, array)
     if not (is_row_major(array) and getattr(array.flags, "writeable", True)):
         raise ShapeError(
             f"{where}: expected a row-major, aligned and writeable array, got one of shape {array.shape} with strides "
             f"{array.strides} that is not; pass a copy, array.copy()"
         )
+    return array
 
 
 # ---- shapes and axes -------------------------------------------------------------------------------------

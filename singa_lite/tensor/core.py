@@ -38,10 +38,10 @@ from .checks import (
     as_index,
     as_numbers,
     as_permutation,
+    as_raw,
     as_shape,
     as_slice,
     broadcast_shape,
-    check_raw,
     convert,
     convert_number,
     float32,
@@ -172,8 +172,7 @@ class Tensor:
             raise ShapeError(f"Tensor.data: cannot replace an array of shape {self.shape} by {array.shape}")
         break_graph("it replaces Tensor.data, which a replay would not do")
         expose(array)
-        check_raw("Tensor.data", array)
-        self._replace(array, self.device)
+        self._replace(as_raw("Tensor.data", array), self.device)
 
     @property
     def shape(self) -> tuple[int, ...]:

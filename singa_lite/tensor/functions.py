@@ -25,7 +25,7 @@ from ..dtypes import is_float
 from ..errors import DTypeError, ShapeError, check_number
 from ..graph.rounded import expose
 from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
-from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, check_raw, float32, listed
+from .checks import as_axes, as_axis, as_dtype, as_index, as_raw, broadcast_shape, float32, listed
 from .core import Number, Tensor, check_tensor, check_vector, compare, to_numpy
 from .tracked import warn_if_recorded
 
@@ -104,8 +104,7 @@ def from_raw_tensor(t: Any) -> Tensor:
     if not isinstance(t, type(device.backend.allocate((), float32))):
         raise DTypeError(f"from_raw_tensor: expected a raw array of {device}, got {type(t).__name__}")
     expose(t)
-    check_raw("from_raw_tensor", t)
-    return Tensor.wrap(t, device)
+    return Tensor.wrap(as_raw("from_raw_tensor", t), device)
 
 
 def from_raw_tensors(tt: Sequence[Any]) -> list[Tensor]:

@@ -176,3 +176,18 @@ def test_a_file_that_is_not_finished_vanishes(tmp_path):
         file.write(b"new")
         raise ZeroDivisionError
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"data": b"old"}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_lock_that_cannot_be_opened_for_writing_is_taken_all_the_same(tmp_path, monkeypatch, number):
+    lock, os_open = tmp_path / "lock", os.open
+    lock.touch()
+
+    def open_to_read(path, flags, *arguments):
+        if flags & os.O_RDWR:
+            raise OSError(number, os.strerror(number))
+        return os_open(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", open_to_read)
+    with locked(lock):
+        pass

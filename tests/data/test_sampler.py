@@ -126,8 +126,9 @@ def test_a_resumed_sampler_yields_exactly_what_was_left(plan, data):
         ({"position": -1}, "not what state_dict gives"),
         ({"position": 4}, "-2 samples of epoch 0 are left"),
         ({"epoch": None}, "not what state_dict gives"),
-        ({"world_size": 0, "position": 3}, "the checkpoint's plan"),
-        ({"world_size": 1, "batch_size": 0, "position": 3}, "the checkpoint's plan"),
+        ({"world_size": 0, "position": 3}, "no sampler gives"),
+        ({"world_size": 31, "position": 0}, "no sampler gives"),
+        ({"world_size": 1, "batch_size": 0, "position": 3}, "no sampler gives"),
     ],
 )
 def test_a_checkpoint_of_another_plan_is_refused(change, text):

@@ -155,8 +155,11 @@ def test_a_checkpoint_of_another_plan_is_refused():
             other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="num_parts"):
         SplitSampler(30, 2).load_state_dict(ShardedSampler(30, 4, 0, 2).state_dict())
-    with pytest.raises(CheckpointError, match="no part has 15 samples before its last"):
-        SplitSampler(30, 2).load_state_dict(state | {"position": 15})
+    for length, position in ((30, 15), (31, 16)):
+        state = SplitSampler(length, 2).state_dict()
+        with pytest.raises(CheckpointError, match=f"position = {position} is beyond every part"):
+            SplitSampler(length, 2).load_state_dict(state | {"position": position})
+        SplitSampler(length, 2).load_state_dict(state | {"position": position - 1})
 
 
 # ---- bad input -------------------------------------------------------------------------------------------

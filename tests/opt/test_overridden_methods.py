@@ -12,6 +12,7 @@ import pytest
 
 from singa_lite import autograd, layer, model, opt, tensor
 from singa_lite.errors import GraphError
+from singa_lite.opt.overrides import OF_STEPS_BY_HAND
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
@@ -532,14 +533,26 @@ def test_a_schedule_is_called_once_a_step_for_parameters_of_two_dtypes() -> None
     assert calls[0] == calls[1] and net.graph_info()[0].break_reason is None
 
 
-class Summed(opt.DistOpt):
-    def all_reduce(self, tensor: Any) -> None:
-        super().all_reduce(tensor)
-
-
-def test_a_dist_opt_that_overrides_what_its_calls_do_not_call_is_warned_of() -> None:
+@pytest.mark.parametrize("name", OF_STEPS_BY_HAND)
+def test_a_dist_opt_that_overrides_what_its_calls_do_not_call_is_warned_of(name: str) -> None:
+    kind = type("Own", (opt.DistOpt,), {name: lambda self, *arguments: None})
     net = Net()
-    net.set_optimizer(Summed(opt.SGD(0.1)))
+    net.set_optimizer(kind(opt.SGD(0.1)))
     net.compile([batch(0)[0]])
-    with pytest.warns(UserWarning, match="Summed overrides all_reduce, which steps by hand alone call"):
+    with pytest.warns(UserWarning, match=f"Own overrides {name}, which steps by hand alone call"):
         net(*batch(0))
+
+
+class Steps(opt.DistOpt):
+    def step(self) -> None:
+        super().step()
+
+
+def test_a_step_of_a_dist_opts_own_is_part_of_its_calls_in_replays() -> None:
+    net = Net()
+    net.set_optimizer(Steps(opt.SGD(0.1), dist_option="sparseTopK:0.5"))
+    net.compile([batch(0)[0]], use_graph=True)
+    for step in range(4):  # without a warning that an exception ended the update
+        net(*batch(step))
+    assert [info.break_reason for info in net.graph_info()] == [None]
+    assert net.optimizer.step_counter == 4

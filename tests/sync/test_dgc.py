@@ -257,6 +257,21 @@ def test_a_warm_up_begins_again_where_states_from_before_it_are_set() -> None:
         assert recorded == eager
 
 
+def other_momentum(communicator: Any, use_graph: bool) -> None:
+    net = made(communicator, use_graph, "dgc:0.1", accumulate=2, momentum=0.9)
+    other = made(communicator, False, "dgc:0.1:momentum=0", momentum=0.9)
+    steps(net, communicator.rank, 0, 4)
+    steps(other, communicator.rank, 0, 2)
+    net.optimizer.set_states(other.optimizer.get_states())
+    steps(net, communicator.rank, 4, 6)
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_states_of_a_dgc_without_momentum_are_noticed(use_graph: bool) -> None:
+    for error in run_ranks(other_momentum, 2, use_graph, return_exceptions=True):
+        assert isinstance(error, OptionError) and "momentum = True, but it began with False" in str(error)
+
+
 def test_a_warm_up_of_an_epoch_of_ten_sends_93_times_less() -> None:
     net, size = alone(), 431080
     scheme = find_schemes()["dgc"](net.optimizer.communicator, 1, 1, net.optimizer)

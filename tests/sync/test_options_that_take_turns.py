@@ -104,6 +104,24 @@ def test_an_update_that_keeps_ranks_equal_averages_what_one_before_it_in_the_ste
         np.testing.assert_allclose(values, of_rank[0][option, False], rtol=1e-5, atol=1e-6)
 
 
+def local_steps_and_then_common_ones(communicator):
+    """Why a model's steps are not replayed, where steps of localSGD come before those of fp32."""
+    net = Net(False)
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator, dist_option="localSGD:8"))
+    net.compile([Tensor((4, 5))], use_graph=True)
+    for step in range(6):
+        net.optimizer.dist_option = "localSGD:8" if step < 3 else "fp32"
+        net(Tensor((4, 5)), Tensor((4, 3)))
+    autograd.training = False
+    return [info.break_reason for info in net.graph_info()]
+
+
+def test_an_average_of_what_earlier_steps_left_breaks_no_graph():
+    assert all(
+        reason is None for reasons in run_ranks(local_steps_and_then_common_ones, 2) for reason in reasons
+    )
+
+
 def drift(communicator):
     """How localSGD:2 leaves parameters that take turns beside one that is always there."""
     scheme = make_scheme("localSGD", communicator, 1 << 30, 1 << 30)
