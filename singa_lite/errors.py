@@ -73,6 +73,11 @@ def is_number(value: object, kind: type = Real) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and type(value).__name__ != "timedelta64"
 
 
+def is_int_text(text: str) -> bool:
+    """Return whether ``text`` is a whole number >= 0 of at most 18 digits: Python reads none of thousands of them."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
 def check_bool(where: str, name: str, value: object) -> bool:
     """Return ``value`` as a bool; ``OptionError`` unless it is True, False, 1 or 0."""
     is_bool = type(value).__name__ in ("bool", "bool_")  # numpy's too, which this file does without

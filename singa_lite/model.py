@@ -17,7 +17,7 @@ from .config import state, this_thread
 from .device import Device
 from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
-from .layer.base import Layer, layers_of
+from .layer.base import Layer, layers_of, unchanged_by_errors
 from .opt.base import Optimizer
 from .opt.checks import check_not_wrapped
 from .record.record import RecordInfo
@@ -111,6 +111,8 @@ class Model(Layer):
     ) -> None:
         """Create all parameters by one forward pass on ``inputs``, and agree on their values with other ranks.
 
+        If that pass raises, no layer has parameters that it did not have before.
+
         Args:
             inputs: tensors of the shapes and dtypes to train on, or lists, tuples and dicts of them where ``forward``
                 takes such; their values do not matter.
@@ -144,8 +146,9 @@ class Model(Layer):
         precision = check_precision("compile", precision, (x.device for x in leaves(inputs)))
         before, self._precision = self._precision, precision
         try:
-            self._evaluate(*inputs)
-            self._check_prepared()
+            with unchanged_by_errors(each for _, each in layers_of(self) if not each._is_initialized):
+                self._evaluate(*inputs)
+                self._check_prepared()
         except BaseException:
             self._precision = before
             raise

@@ -18,7 +18,7 @@ from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
-from singa_lite.errors import CheckpointError, GraphError, OptionError
+from singa_lite.errors import CheckpointError, GraphError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -86,6 +86,26 @@ def test_compile_leaves_statistics_and_training_data_alone():
     net = compiled()
     np.testing.assert_array_equal(to_numpy(net.norm.running_mean), np.zeros(3))
     np.testing.assert_array_equal(to_numpy(net.norm.running_var), np.ones(3))
+
+
+def test_a_compile_that_fails_leaves_sizes_to_the_next_one():
+    class Classifier(model.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.later, self.product = layer.Linear(4), [layer.Linear(3)], layer.Conv2d(1, 3)
+
+        def forward(self, x):
+            return self.product(self.later[0](self.first(x)))
+
+    net = Classifier()
+    with pytest.raises(ShapeError, match=r"Conv2d.*\(N, C, H, W\)"):
+        net.compile([Tensor((4, 5))])
+    assert not net.get_params()
+    net.compile([Tensor((2, 1, 8, 7))])
+    assert net.first.W.shape == (7, 4)
+    with pytest.raises(ShapeError, match="expected 7 features"):
+        net.compile([Tensor((2, 1, 8, 9))])
+    assert net.first.W.shape == (7, 4)
 
 
 def test_training_lowers_the_loss_and_eval_leaves_no_trace():

@@ -531,9 +531,8 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
         if (before := gradients.get(source)) is not None:
             before.add(array, context.backend)
             continue
-        is_shared = False
-        for other in (*dys, *results[:index], *results[index + 1 :]):
-            is_shared = is_shared or (other is not None and shares_memory(array, other))
+        others = (*dys, *results[:index], *results[index + 1 :])
+        is_shared = any(other is not None and shares_memory(array, other) for other in others)
         gradients[source] = _Gradient(array, is_shared)
 
 

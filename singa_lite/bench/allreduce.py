@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 from ..comm.base import KINDS
 from ..comm.link import EMULATED, link_of_process, parse_link
-from ..errors import CommError, OptionError, check_int
+from ..errors import CommError, OptionError, check_int, is_int_text
 from ..files import atomic_file
 from ..launch.one_host import LaunchOptions, launch
 from ..launch.reaper import die_with_launcher
@@ -148,10 +147,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _bytes(word: str) -> int:
     """Return the bytes of "4096", "64k" or "16m"."""
-    match = re.fullmatch(r"(?a:(\d{1,18})([km]?))", word)  # Python reads no number of thousands of digits
-    if match is None or int(match[1]) < 1:
+    unit = word[-1:] if word[-1:] in UNITS else ""
+    number = word.removesuffix(unit)
+    if not is_int_text(number) or int(number) < 1:
         raise OptionError(f"bench: --sizes: {word!r}: expected bytes such as 4096, 64k or 16m")
-    return int(match[1]) * UNITS[match[2]]
+    return int(number) * UNITS[unit]
 
 
 def _parser() -> argparse.ArgumentParser:

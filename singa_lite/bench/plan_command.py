@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.link import Link, link_of_process, parse_link
-from ..errors import OptionError, check_int
+from ..errors import OptionError, check_int, is_int_text
 from ..launch.reaper import die_with_launcher
 from ..path_arguments import new_file
 from .calibration import Calibration, read_calibration, write_calibration
@@ -161,10 +160,9 @@ def _work(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sizes(text: str) -> list[int]:
-    words = [word.lstrip("0") for word in text.split(",")]
-    if not re.fullmatch(r"(?a:0*[1-9]\d*(,0*[1-9]\d*)*)", text):
-        raise OptionError(f"plan: --ranks {text!r}: expected whole numbers >= 1 such as 8,64,1024")
-    # by their length first, as Python reads no number of thousands of digits
-    if any(len(word) > len(str(MAX_RANKS)) or int(word) > MAX_RANKS for word in words):
-        raise OptionError(f"plan: --ranks {text!r}: expected at most {MAX_RANKS:,} ranks")
+    words = text.split(",")
+    if not all(is_int_text(word) and 1 <= int(word) <= MAX_RANKS for word in words):
+        raise OptionError(
+            f"plan: --ranks {text!r}: expected whole numbers in 1 .. {MAX_RANKS:,} such as 8,64,1024"
+        )
     return [int(word) for word in words]

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import data, tensor
 from ..device import create_device
-from ..errors import OptionError
+from ..errors import OptionError, is_int_text
 from ..files import atomic_file
 from ..model import Model
 from ..opt import SGD, DistOpt
@@ -56,8 +56,7 @@ def split_threshold(option: str) -> tuple[str, int]:
     """
     parts = option.split(":")
     given = [part.removeprefix("threshold=") for part in parts if part.startswith("threshold=")]
-    # by their length first, as Python reads no number of thousands of digits
-    if len(given) > 1 or not all(len(value) < 19 and value.isdecimal() for value in given):
+    if len(given) > 1 or not all(map(is_int_text, given)):
         raise OptionError(f"bench: {option!r} must give threshold once, an int >= 0: threshold=50000")
     rest = ":".join(part for part in parts if not part.startswith("threshold="))
     read_dist_option(rest)

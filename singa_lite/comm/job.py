@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import env
-from ..errors import CommError
+from ..errors import CommError, is_int_text
 
 # What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
 # Slurm: a real srun step sets SLURM_STEP_NUM_TASKS; a mere batch allocation does not.
@@ -120,7 +119,7 @@ def launcher_and_job() -> tuple[str, Job]:
 def _refuse_torchrun() -> None:
     """Raise CommError for one of several processes of torchrun, each of which would train alone."""
     size = os.environ.get("WORLD_SIZE", "")
-    if os.environ.get("TORCHELASTIC_RUN_ID") and re.fullmatch(r"[0-9]+", size) and int(size) > 1:
+    if os.environ.get("TORCHELASTIC_RUN_ID") and is_int_text(size) and int(size) > 1:
         raise CommError(
             f"find_world: torchrun started this process as rank {os.environ.get('RANK', '?')} of {size}, and its "
             "variables make no world here; start the script with `singa-lite run` or mpiexec, or give this process a "
@@ -211,6 +210,6 @@ def _rank_and_size(rank_name: str, size_name: str) -> tuple[int, int]:
 
 
 def _whole_number(where: str, name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text):
+    if not is_int_text(text):
         raise CommError(f"{where}: {name}={text!r} in the environment is not a whole number >= 0")
     return int(text)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -289,14 +290,14 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Layer, *inputs: Any, **options: Any) -> Any:
         if self._is_initialized:
             return forward(self, *inputs, **options)
-        before, makes_parameters = dict(vars(self)), type(self).initialize is not Layer.initialize
+        makes_parameters = type(self).initialize is not Layer.initialize
         if makes_parameters and this_thread.recorder is not None:
             this_thread.recorder.break_graph(
                 f"it makes the parameters of a {type(self).__name__}, which a replay would do again; call the layer "
                 "once before",
                 is_lasting=False,
             )
-        try:
+        with unchanged_by_errors([self] if makes_parameters else []):
             recording, this_thread.recording = this_thread.recording, False  # what it makes are leaves
             try:
                 self.initialize(*inputs, **options)
@@ -306,13 +307,21 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
             if makes_parameters and this_thread.called is not None:
                 this_thread.called._name_parameters_of(self)
             return forward(self, *inputs, **options)
-        except BaseException:
-            if makes_parameters:
-                vars(self).clear()
-                vars(self).update(before)
-            raise
 
     return wrapped
+
+
+@contextmanager
+def unchanged_by_errors(layers: Iterable[Layer]) -> Iterator[None]:
+    """Give ``layers`` back the attributes they had, if the ``with`` block raises."""
+    before = [(layer, dict(vars(layer))) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, attributes in before:
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        raise
 
 
 def items(path: str, value: object) -> Iterator[tuple[str, object]]:

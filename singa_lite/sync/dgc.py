@@ -99,11 +99,12 @@ class Dgc(BucketedSync):
 
     def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
         super().begin(step, read)
-        bookkeep(self._note_first, step.options.momentum)  # at replays too: other states may be loaded
+        bookkeep(self._note_start, step.options.momentum)  # at replays too: other states may be loaded
         self._density = self._density_at(step)
         self._held, self._factors = [], {}
 
-    def _note_first(self, has_momentum: bool) -> None:
+    def _note_start(self, has_momentum: bool) -> None:
+        """Note the first step, and whether it has momentum; OptionError where a later one differs in that."""
         if self._first is None:
             self._first, self._has_momentum = self.now().step, has_momentum
         if has_momentum != self._has_momentum:
