@@ -88,6 +88,9 @@ PROJECT.config = CONFIG  # type: ignore[attr-defined]
 CONFIG.factor = lambda: CONFIG.FACTOR  # type: ignore[attr-defined]
 
 
+PRIORS: list[Tensor] = []
+
+
 class Settings:
     __match_args__ = ("factor",)
 
@@ -460,6 +463,46 @@ def counts_in_the_optimizer(self: Net, x: Tensor, y: Tensor) -> Tensor:
 
 def test_a_method_that_an_optimizer_adds_is_followed():
     assert_as_eager(counts_in_the_optimizer, "it changes", make_optimizer=lambda: Scaling(0.01))
+
+
+class Phased(opt.SGD):
+    """Scales updates by what the step sets."""
+
+    phase = 1.0
+
+    def update_all(self, pairs: Any) -> None:
+        super().update_all([(param, grad * self.phase) for param, grad in pairs])
+
+
+def two_phases(self: Net, x: Tensor, y: Tensor) -> Tensor:
+    self.optimizer.phase = 2.0
+    self.learn(x, y)
+    self.optimizer.phase = 0.5
+    return self.learn(x, y)
+
+
+def test_each_update_of_a_step_sees_what_the_step_has_set_before_it():
+    assert_as_eager(two_phases, "it changes _optimizer.phase", make_optimizer=lambda: Phased(0.1))
+
+
+@pytest.mark.parametrize("where", ["attribute", "global variable"])
+def test_what_was_recorded_before_the_step_has_one_gradient(where: str) -> None:
+    def adds(self: Net, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(x, y) + autograd.reduce_sum(self.kept if where == "attribute" else PRIORS[0])
+        self.optimizer(loss)
+        return loss
+
+    def record_first(step: int, net: Net) -> None:
+        if step == 0:
+            autograd.training = True
+            encoder = Tensor((3,), stores_grad=True)
+            PRIORS[:] = [encoder * 2.0]
+            net.kept = PRIORS[0] if where == "attribute" else None
+
+    for use_graph in (False, True):
+        with pytest.raises(GraphError, match="used up"):
+            run(adds, use_graph, record_first)
+        autograd.training = False
 
 
 def seeds(self: Net, x: Tensor, y: Tensor) -> Tensor:

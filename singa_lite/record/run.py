@@ -9,7 +9,7 @@ replaying the tape (record.py), the attributes that the step sets (attributes.py
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,9 @@ from .variables import Variables
 
 KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
 SHARED = "an argument is a list, dict or dataclass that an attribute of the model holds; pass a copy"
+MADE_BEFORE = (
+    "it reads a Tensor of an attribute or variable that a recorded operator made before the step; use clone()"
+)
 IDENTITY = "an input is a Tensor that the model or a variable holds, and its code compares identities; pass x.clone()"
 
 
@@ -66,7 +69,7 @@ class Run:
         self.recorder.take_inputs([tensor.array for tensor in inputs])
         self.device = inputs[0].device if inputs else get_default_device()
         self.attributes = Attributes(model)
-        self.recorder.around_host = partial(self.attributes.watched_while_recorded, self.recorder)
+        self.recorder.around_host = self._around_host
         before = self.attributes.before.values()
         self.variables = Variables([layer for _, layer in layers_of(model)], before, (arguments, options))
         self.held = {*self.variables.tensors, *(id(each) for found in before for each in found.tensors)}
@@ -81,6 +84,9 @@ class Run:
         self.result = self._run(model, given, arenas)
         self.recorder.check_written_elsewhere(array for found in before for array in found.arrays)
         self.recorder.check_written_elsewhere(tensor.array for tensor in self.variables.tensors.values())
+        held = (*self.variables.tensors.values(), *(each for found in before for each in found.tensors))
+        if any(each.is_recorded and self.recorder.view(each.array) is not None for each in held):
+            self.recorder.break_graph(MADE_BEFORE, is_lasting=False)
         self.changes_containers = given.changes_containers
         self._check_result(model, (arguments, options))
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
@@ -99,6 +105,11 @@ class Run:
                 self.recorder.break_graph(KEPT)
                 self.results.share_memory(self.result)
                 self.attributes.share_memory()
+
+    def _around_host(self) -> AbstractContextManager[None]:
+        """Make the context in which Python runs that replays run too; it must find what it would find in a replay."""
+        self.variables.note_changed()
+        return self.attributes.watched_while_recorded(self.recorder)
 
     def _run(self, model: Any, given: Arguments, arenas: list[Any]) -> Any:
         """Return the step's result, and have its tape; what it does to its arguments is done to the caller's, too."""

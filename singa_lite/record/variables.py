@@ -12,9 +12,9 @@ container of up to MAX_ITEMS is compared with all that it holds; of a list, dict
 MAX_IDENTITIES whether it holds the same objects; of a larger one the length. Arrays of up to MAX_BYTES are compared by
 content, larger ones by identity. What installed packages and Python's own modules read is not looked at, nor are
 clocks, files and print, names that only exist at run time (eval, globals(), getattr of a computed name, vars() of other
-objects, imports inside functions), and attributes that an object got after the step was recorded. Of a class of this
-package counts what the user has set on it. Functions that make a generator without a seed, or ask the system for
-numbers, break the graph.
+objects, imports inside functions), attributes that an object got after the step was recorded, and what Python that runs
+in replays sets for the rest of the step. Of a class of this package counts what the user has set on it. Functions that
+make a generator without a seed, or ask the system for numbers, break the graph.
 
 What lives here: finding the variables and comparing them. What does not: reading one function's code (user_code.py),
 and what each kind of container holds (containers.py).
@@ -109,6 +109,7 @@ class Variables:
         self._random = _random_states()
         self._names: set[str] = set()  # that functions use of objects
         self._reads_all = False  # by vars(), or as __dict__
+        self._changed: str | None = None  # the label of one that the step has changed
         self._unseeded: dict[str, str] = {}  # calls that draw new numbers, and the functions they are in
         self._seen: set[int] = set()
         # classes of this package, whose own attributes count where the user has set them
@@ -161,7 +162,8 @@ class Variables:
         """Break the graph of a step that has changed a variable, or may have advanced an iterator."""
         now = _random_states()
         drawn = (f"the random state of {name}" for name in now if now[name] != self._random[name])
-        changed = next(drawn, None) or self.changed()
+        self.note_changed()
+        changed = next(drawn, None) or self._changed
         if changed is not None:
             recorder.break_graph(f"it changes {changed}", is_lasting=False)
         for name, function in self._unseeded.items():
@@ -175,6 +177,10 @@ class Variables:
         self._names_at_start.clear()
         for label in self._iterators:  # the position of one cannot be compared
             recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
+
+    def note_changed(self) -> None:
+        """Note whether the step has changed a variable so far: it may be set back later."""
+        self._changed = self._changed or self.changed()
 
     def changed(self) -> str | None:
         """Return the label of a variable that is not as it was, or None."""
