@@ -21,7 +21,7 @@ from ..errors import CommError
 from .flight_record import FlightRecord, records_from
 from .flight_recorder import ALL_CALLS, append, report_path
 from .flight_report import SHOWN_CALLS, full_report
-from .proc import parents
+from .proc import PARENT, of_all
 
 
 def inspect_job(pid: int, num_calls: int = SHOWN_CALLS) -> str:
@@ -69,7 +69,7 @@ def jobs_of(records: Iterable[FlightRecord]) -> list[list[FlightRecord]]:
 def descendants(pid: int) -> list[int]:
     """Return the children of process ``pid``, theirs, and so on."""
     children: dict[int, list[int]] = defaultdict(list)
-    for child, parent in parents().items():
+    for child, parent in of_all(PARENT).items():
         children[parent].append(child)
     found, waiting = [], [pid]
     while waiting:

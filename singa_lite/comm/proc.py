@@ -10,7 +10,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-STATE, PARENT, GROUP, START_TIME = 0, 1, 2, 19  # of ``stat_fields``; the start in the kernel's ticks
+STATE, PARENT, GROUP, SESSION, START_TIME = (
+    0,
+    1,
+    2,
+    3,
+    19,
+)  # of ``stat_fields``; the start in the kernel's ticks
 
 
 def stat_fields(pid: int | str) -> list[str]:
@@ -20,7 +26,7 @@ def stat_fields(pid: int | str) -> list[str]:
     return []
 
 
-def parents() -> dict[int, int]:
-    """Return the parent of each process of this host."""
+def of_all(field: int) -> dict[int, int]:
+    """Return a field of each process of this host, such as its PARENT; none where there is no /proc."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return {pid: int(fields[PARENT]) for pid in pids if (fields := stat_fields(pid))}
+    return {pid: int(fields[field]) for pid in pids if (fields := stat_fields(pid))}

@@ -21,7 +21,7 @@ from pathlib import Path
 from ..comm.proc import GROUP, stat_fields
 from ..errors import CommError, OptionError
 from .hosts import is_this_host
-from .reaper import kill_groups
+from .reaper import kill_sessions
 
 POLL_S = 0.05  # how soon a signal is noticed
 LOOK_S = 0.5  # how often the bytes of copies are looked at
@@ -165,4 +165,4 @@ class FolderCopy:
 
     def _end(self) -> None:
         self._is_over = True
-        kill_groups([process.pid for _, process in self._processes])
+        kill_sessions([process.pid for _, process in self._processes])

@@ -28,7 +28,7 @@ from ..path_arguments import why_no_folder
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
 from .rank_wrapper import WAITED
-from .reaper import Reaper, kill_groups, remove_segments, start_child
+from .reaper import Reaper, kill_sessions, remove_segments, start_child
 from .supervise import DRAIN_S, RunningJob, noted_signals
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
@@ -178,7 +178,7 @@ def launch_round(
     except CannotStart as error:
         failure = error
     finally:
-        kill_groups([process.pid for process in job.processes])
+        kill_sessions([process.pid for process in job.processes])
         try:
             job.collect()
         finally:  # writing the ranks' last lines fails where the reader is gone

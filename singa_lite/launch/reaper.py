@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leave nothing behind of a job on this host, also when its launcher is killed.
 
-Note [nothing left]: every rank leads its own session, so a signal to its process group reaches its children
-too. A reaper process, forked before the ranks, sees by the end of a pipe that the launcher is gone, even by
-SIGKILL, then kills the groups and removes the shared-memory files; PR_SET_PDEATHSIG covers the reaper's death.
+Note [nothing left]: every rank leads a session and a process group of its own. A signal to the group reaches the
+children that have not left it; in the end the whole session is killed, on Linux: /proc tells who is in it. A child
+with a session of its own stays. A reaper process, forked before the ranks, sees by the end of a pipe that the launcher
+is gone, even by SIGKILL, then kills the sessions and removes the shared-memory files; PR_SET_PDEATHSIG covers the
+reaper's death.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..comm.proc import parents
+from ..comm.proc import PARENT, SESSION, of_all
 from .rank_wrapper import PR_SET_PDEATHSIG, STOP_SIGNALS
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -42,9 +44,9 @@ class Reaper:
                 os._exit(0)
         os.close(reader)
 
-    def watch(self, group: int) -> None:
-        """Register process group ``group``, which is killed should this process vanish."""
-        os.write(self._writer, f"{group}\n".encode())
+    def watch(self, leader: int) -> None:
+        """Register a session by its leader; it is killed should this process vanish."""
+        os.write(self._writer, f"{leader}\n".encode())
 
     def dismiss(self) -> None:
         """End the reaper; nothing is left to reap."""
@@ -59,10 +61,14 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def kill_groups(groups: Sequence[int]) -> None:
-    """Kill what is left of the process groups."""
-    for group in groups:
-        signal_group(group, signal.SIGKILL)
+def kill_sessions(leaders: Sequence[int]) -> None:
+    """Kill what is left of the sessions of ``leaders``, see Note [nothing left]."""
+    for leader in leaders:
+        signal_group(leader, signal.SIGKILL)
+    for pid, session in of_all(SESSION).items():
+        if session in leaders:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def remove_segments(rendezvous_id: str) -> None:
@@ -113,11 +119,11 @@ def end_orphans(before: set[int]) -> None:
 
 def own_children() -> set[int]:
     """Return the children of this process."""
-    return {pid for pid, parent in parents().items() if parent == os.getpid()}
+    return {pid for pid, parent in of_all(PARENT).items() if parent == os.getpid()}
 
 
 def _reap(reader: int, rendezvous_id: str) -> None:
-    """Read groups to watch until the pipe ends, then kill them and remove their files."""
+    """Read sessions to watch until the pipe ends, then kill them and remove their files."""
     os.setsid()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -131,5 +137,5 @@ def _reap(reader: int, rendezvous_id: str) -> None:
         if not chunk:
             break
         text += chunk
-    kill_groups([int(line) for line in text.split()])
+    kill_sessions([int(line) for line in text.split()])
     remove_segments(rendezvous_id)

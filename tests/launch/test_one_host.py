@@ -56,7 +56,9 @@ rank, folder = int(os.environ["SINGA_LITE_RANK"]), Path(__file__).parent
 LEAVES_TRACES = (
     HEAD
     + """
-subprocess.Popen([sys.executable, "-c", f"import time; '{folder}'; time.sleep(600)"])
+sleeps = [sys.executable, "-c", f"import time; '{folder}'; time.sleep(600)"]
+subprocess.Popen(sleeps)
+subprocess.Popen(sleeps, preexec_fn=os.setpgrp)  # as a shell with job control starts them
 rendezvous_id = os.environ["SINGA_LITE_RENDEZVOUS_ID"]
 Path(f"/dev/shm/singa_lite-{rendezvous_id}.{rank}").write_text("x")
 (folder / f"part-{rank}").write_text(rendezvous_id)
