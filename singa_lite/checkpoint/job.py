@@ -96,7 +96,7 @@ class JobState:
     def wait(self) -> None:
         """Wait for the last saving; a collective, which raises what went wrong."""
         if self.saving is not None:
-            if not self.saving.is_over:
+            if not (self.saving.is_over or self.saving.is_of_parent):
                 self.saving.wait()
             self.saving.wait_for_thread()  # which Ctrl-C, twice, may have left
             self.saving = None

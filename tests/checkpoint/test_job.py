@@ -1058,6 +1058,33 @@ def test_a_failed_save_raises_at_every_wait(tmp_path: Path) -> None:
     assert checkpoint.save_job(tmp_path, net).wait().is_dir()
 
 
+def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
+    is_over, write = threading.Event(), saving.write_arrays
+
+    def late(*arguments: Any) -> None:
+        assert is_over.wait(LIMIT_S)
+        write(*arguments)
+
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    with mock.patch.object(saving, "write_arrays", late):
+        pending = checkpoint.save_job(tmp_path / "job", net, block=False)
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # in place of waiting for ever
+            try:
+                saving.write_arrays = write
+                assert checkpoint.load_job(tmp_path / "job", net) is None
+                assert checkpoint.save_job(tmp_path / "child", net).wait().is_dir()
+                with pytest.raises(CheckpointError, match="call wait in the parent"):
+                    pending.wait()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        ended = os.waitpid(pid, 0)[1]
+        is_over.set()
+        assert pending.wait().is_dir() and ended == 0
+
+
 def test_a_folder_that_another_job_has_filled_since_is_refused(tmp_path: Path) -> None:
     mine = alone(tmp_path / "job")
     shutil.rmtree(tmp_path / "job")
