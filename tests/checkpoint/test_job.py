@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import pytest
 
 import singa_lite.checkpoint.rank_arrays as rank_arrays
 import singa_lite.checkpoint.saving as saving
-from singa_lite import autograd, checkpoint, generation, opt
+from singa_lite import autograd, checkpoint, config, generation, opt
 from singa_lite.checkpoint.job import state_of
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
@@ -1083,6 +1084,21 @@ def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -
         ended = os.waitpid(pid, 0)[1]
         is_over.set()
         assert pending.wait().is_dir() and ended == 0
+
+
+def test_models_that_are_equal_have_checkpoints_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Net, "__eq__", lambda self, other: True)  # as a dataclass has them
+    monkeypatch.setattr(Net, "__hash__", None)
+    mine, other = (compiled(LocalCommunicator(World()), "fp32", False) for _ in range(2))
+    checkpoint.save_job(tmp_path, mine)
+    with pytest.raises(CheckpointError, match="was saved by another job"):
+        checkpoint.save_job(tmp_path, other)
+    known = state_of(mine).known
+    del mine
+    gc.collect()
+    assert known not in [each.known for each in config.state.jobs.values()]
 
 
 def test_a_folder_that_another_job_has_filled_since_is_refused(tmp_path: Path) -> None:
