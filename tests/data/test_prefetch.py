@@ -244,6 +244,13 @@ def test_with_a_sampler_its_state_is_that_of_the_batch_taken_last():
     assert sampler.state_dict() == reference.state_dict() and sampler.epoch == 1
 
 
+def test_values_that_a_script_adds_to_the_state_stay_out_of_the_sampler():
+    sampler = ShardedSampler(40, 4, 0, 1)
+    for _ in prefetch((batch.tolist() for batch in sampler), sampler=sampler):
+        sampler.state_dict()["loss"] = 0.5
+    assert sampler.epoch == 1 and "loss" not in sampler.state_dict()
+
+
 def test_a_loader_within_another_one_has_no_position():
     sampler = ShardedSampler(40, 4, 0, 1, shuffle=False)
     for number, _ in enumerate(prefetch(prefetch((batch.tolist() for batch in sampler), sampler=sampler))):
