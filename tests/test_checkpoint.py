@@ -67,6 +67,12 @@ def test_a_snapshot_with_an_optimizer_s_states_needs_one():
         net.restore(snapshot)
 
 
+def test_states_for_an_optimizer_without_parameters_say_how_it_gets_them():
+    states = compiled().optimizer.get_states()
+    with pytest.raises(CheckpointError, match=r"SGD: it has no parameters .* call set_parameters"):
+        opt.SGD(lr=0.1, momentum=0.9).set_states(states)
+
+
 def everything(net):
     """All that load_states may change, as bytes."""
     states = {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}
