@@ -139,6 +139,8 @@ def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None
         try:
             thread.start()
         except RuntimeError as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # it came within Thread.start
+                raise error.__context__ from None
             raise DataError(f"prefetch: the system gives no thread to make the items in: {error}") from error
         while (taken := shelf.take()) is not None:
             yield taken[0]

@@ -468,6 +468,18 @@ def test_ctrl_c_while_the_thread_starts_ends_it_and_the_sampler_stays(monkeypatc
     assert len(list(prefetch(iter(sampler), sampler=sampler))) == 5
 
 
+def test_ctrl_c_that_makes_the_start_of_the_thread_fail_is_raised(monkeypatch):
+    def interrupted(self):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(prefetch([1]))
+
+
 def test_a_thread_that_begins_after_ctrl_c_has_ended_the_loop_takes_nothing(monkeypatch):
     start, threads, made = threading.Thread.start, [], []
 
