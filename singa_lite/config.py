@@ -97,7 +97,7 @@ class State:
         store: the process's store of a job (kvstore.store.KVStore), made at first use.
         store_pid: likewise the process that made it.
         store_arguments: what it was made with.
-        jobs: what is known of the job checkpoints of each model (checkpoint.job.JobState).
+        jobs: id of a model -> what is known of its job checkpoints (checkpoint.job.JobState).
         dist_opts: each DistOpt of several ranks (opt.dist).
         trainers: id of an optimizer -> the gluon.SharedOptimizer of the Trainer that has got it last.
         trace: what writes this process's part of a trace (graph.trace.TraceWriter), made at first use.
@@ -136,7 +136,7 @@ class State:
     store: Any = None  # Any: likewise
     store_pid: int = 0
     store_arguments: dict[str, Any] = field(default_factory=dict)
-    jobs: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)  # likewise
+    jobs: dict[int, Any] = field(default_factory=dict)  # Any: likewise
     dist_opts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
     # of ids, as a script's optimizer may have no hash; Any: likewise
     trainers: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)

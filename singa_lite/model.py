@@ -447,6 +447,10 @@ class Model(Layer):
                     f"{where}: {name!r} is {has[0]} in the checkpoint, but {has[1]} in the model"
                 )
         if checkpoint.optimizer is not None:
+            if self._optimizer is None:
+                raise CheckpointError(
+                    f"{where}: the checkpoint has an optimizer's states, but the model no optimizer; call set_optimizer"
+                )
             try:
                 self.optimizer.set_states(checkpoint.optimizer)  # all or nothing, and the last that can fail
             except (AttributeError, LookupError, TypeError, ValueError) as error:

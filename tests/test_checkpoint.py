@@ -60,6 +60,19 @@ def compiled(seed=1, steps=2, optimizer=None):
     return net
 
 
+def test_a_snapshot_with_an_optimizer_s_states_needs_one():
+    net, snapshot = compiled(), compiled().snapshot()
+    net.optimizer = None
+    with pytest.raises(CheckpointError, match="call set_optimizer"):
+        net.restore(snapshot)
+
+
+def test_states_for_an_optimizer_without_parameters_say_how_it_gets_them():
+    states = compiled().optimizer.get_states()
+    with pytest.raises(CheckpointError, match=r"SGD: it has no parameters .* call set_parameters"):
+        opt.SGD(lr=0.1, momentum=0.9).set_states(states)
+
+
 def everything(net):
     """All that load_states may change, as bytes."""
     states = {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}

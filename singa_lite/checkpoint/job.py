@@ -8,6 +8,7 @@ once (contents.py), the files (../generation.py).
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,7 +97,7 @@ class JobState:
     def wait(self) -> None:
         """Wait for the last saving; a collective, which raises what went wrong."""
         if self.saving is not None:
-            if not self.saving.is_over:
+            if not (self.saving.is_over or self.saving.is_of_parent):
                 self.saving.wait()
             self.saving.wait_for_thread()  # which Ctrl-C, twice, may have left
             self.saving = None
@@ -104,7 +105,12 @@ class JobState:
 
 def state_of(model: Model) -> JobState:
     """Return what is known of the job checkpoints of ``model``."""
-    found: JobState = state.jobs.setdefault(model, JobState())
+    if (
+        id(model) not in state.jobs
+    ):  # not the model itself, as a script's may be equal to another, or have no hash
+        weakref.finalize(model, state.jobs.pop, id(model), None)
+        state.jobs[id(model)] = JobState()
+    found: JobState = state.jobs[id(model)]
     return found
 
 

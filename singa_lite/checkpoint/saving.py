@@ -76,21 +76,32 @@ class Saving:
             self._end()
         self._cancel_finish = self._hooks.at_exit(self._finish)
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process is a forked child, which has not got the thread."""
+        return self._process != os.getpid()
+
     def done(self) -> bool:
         """Return whether this rank's part is over; on rank 0, whether the generation counts, or never will."""
-        return self._is_ended.is_set() or self._process != os.getpid()
+        return self._is_ended.is_set() or self.is_of_parent
 
     def wait(self) -> Path:
         """Return the generation's folder once it counts; a collective.
 
         Raises:
-            CheckpointError: a rank could not write; the generation does not count, and those before it stay.
+            CheckpointError: a rank could not write; the generation does not count, and those before it stay. Or this
+                is a forked child of the process that writes.
         """
         if self._error is not None:
             raise self._error
         if self.is_over:
             return self.path
         try:
+            if self.is_of_parent:
+                raise CheckpointError(
+                    f"{WHERE}: process {self._process} writes {self.path}, and {os.getpid()} is a forked child of it; "
+                    "call wait in the parent"
+                )
             self._is_awaited.set()
             self._cancel_finish()
             together(self._communicator, WHERE, self._written)
@@ -119,7 +130,7 @@ class Saving:
 
     def _join(self, seconds: float) -> None:
         """Wait for the thread, which gives up waiting for other ranks' files after ``seconds``."""
-        if self._process == os.getpid():  # a forked child has not got the thread
+        if not self.is_of_parent:
             self._is_ended.wait(seconds)
             self._is_given_up.set()
             self._is_ended.wait()

@@ -154,7 +154,7 @@ def _read_file(folder: Path, name: str) -> tuple[str, bytes]:
         raise DataError(
             f"MNIST folder {folder}: cannot read {name}: {type(error).__name__} {error}"
         ) from error
-    raise DataError(f"MNIST folder {folder}: neither {name} nor {name}.gz is there")
+    raise DataError(f"MNIST folder {folder}: neither {name} nor {name}.gz is a file there")
 
 
 def _read_unpacked(path: Path) -> bytes:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Generator, Iterable
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from ..errors import DataError, OptionError, check_int
@@ -87,72 +87,46 @@ def _follow(
 
 
 class _Shelf(Generic[Item]):
-    """Items that the producer thread and the consumer share, all under ``changed``."""
+    """What the thread and the consumer share; Ctrl-C leaves queues of C whole, but not the lock of a Condition."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.process = 0  # that has the thread
-        self.changed = threading.Condition()
-        self.items: deque[Item] = deque()
+        self.items: SimpleQueue[tuple[Item] | None] = SimpleQueue()  # None: nothing more will come
+        self.taken: SimpleQueue[None] = SimpleQueue()  # one for each item taken, and one for the end
         self.error: BaseException | None = None
-        self.is_finished = False  # nothing more will be put
         self.is_closed = False  # nothing more will be taken
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a child of the one that made this; the thread may hold the lock for ever then."""
-        return os.getpid() != self.process
-
-    def put(self, item: Item) -> bool:
-        """Wait for space; False if the consumer has stopped."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.is_closed or len(self.items) < self.depth)
-            if not self.is_closed:
-                self.items.append(item)
-                self.changed.notify_all()
-            return not self.is_closed
-
-    def finish(self, error: BaseException | None) -> None:
-        with self.changed:
-            self.error, self.is_finished = error, True
-            self.changed.notify_all()
 
     def take(self) -> tuple[Item] | None:
         """Wait for an item; None at the end."""
-        if self.is_forked:
+        if os.getpid() != self.process:
             raise DataError(
                 f"prefetch: process {os.getpid()} was forked from {self.process}, which has the thread that makes the "
                 "items; call prefetch in the child"
             )
-        with self.changed:
-            self.changed.wait_for(lambda: self.items or self.is_finished)
-            if not self.items:
-                return None
-            item = self.items.popleft()
-            self.changed.notify_all()
-            return (item,)
-
-    def close(self) -> None:
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
+        item = self.items.get()
+        self.taken.put(None)
+        return item
 
 
 def _fill(items: Iterable[Item], shelf: _Shelf[Item]) -> None:
     """Run as the thread; it refers to the shelf only, so that a dropped consumer is collected and closes the shelf."""
-    error: BaseException | None = None
     try:
         try:
-            for item in items:
-                if not shelf.put(item):
+            for number, item in enumerate(
+                () if shelf.is_closed else items
+            ):  # Ctrl-C may have ended Thread.start
+                if number >= shelf.depth:
+                    shelf.taken.get()
+                if shelf.is_closed:
                     break
+                shelf.items.put((item,))
         finally:
             if isinstance(items, Generator):
                 items.close()
-    except BaseException as raised:  # passed to the consumer, whatever it is
-        error = raised
-    shelf.finish(error)
-    del error  # its traceback holds this frame: a circle that would keep the items
+    except BaseException as error:  # passed to the consumer, whatever it is
+        shelf.error = error
+    shelf.items.put(None)
 
 
 def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None, None]:
@@ -162,21 +136,24 @@ def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None
     thread = threading.Thread(target=_fill, args=(items, shelf), name="singa_lite prefetch", daemon=True)
     shelf.process = os.getpid()
     try:
-        thread.start()
-    except RuntimeError as error:
-        raise DataError(f"prefetch: the system gives no thread to make the items in: {error}") from error
-    try:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # it came within Thread.start
+                raise error.__context__ from None
+            raise DataError(f"prefetch: the system gives no thread to make the items in: {error}") from error
         while (taken := shelf.take()) is not None:
             yield taken[0]
     finally:
-        if not is_ending() and not shelf.is_forked:
-            shelf.close()
-            if thread is not threading.current_thread():  # the collector may drop this generator there
-                thread.join(CLOSE_S)
-                if thread.is_alive():
-                    warn(STUCK.format(CLOSE_S))
+        shelf.is_closed = True
+        shelf.taken.put(None)
+        # the collector may drop this in the thread; Thread.start fails, or Ctrl-C ends it, before there is one
+        if not is_ending() and thread is not threading.current_thread() and thread.is_alive():
+            thread.join(CLOSE_S)
+            if thread.is_alive():
+                warn(STUCK.format(CLOSE_S))
     if shelf.error is not None:
         try:
             raise shelf.error
         finally:
-            shelf.error = None  # as above
+            shelf.error = None  # its traceback holds this frame: a circle that would keep the items

@@ -112,7 +112,7 @@ class ResumableSampler:
         consumer, loop = self._consumer, self._loop  # another thread may move the sampler meanwhile
         me = threading.get_ident()
         if consumer is not None and consumer.taker in (None, me):
-            return consumer.state
+            return dict(consumer.state)  # a script may add values of its own
         if consumer is not None or (loop is not None and loop.is_open and loop.thread != me):
             raise CheckpointError(
                 f"{type(self).__name__}: another thread takes its batches ahead of the training, or has left its loop "

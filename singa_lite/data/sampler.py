@@ -177,6 +177,8 @@ class ShardedSampler(ResumableSampler):
         elif resized:
             start, position = start + position * state["world_size"] * state["batch_size"], 0
         left = self.num_samples - start - position // self._each * self.num_batches * self.batch_size
+        if left <= 0:
+            raise CheckpointError(f"ShardedSampler: no sampler gives {state!r}")
         if left < self.num_batches:
             raise CheckpointError(
                 f"ShardedSampler: {left} samples of epoch {epoch} are left, which cannot feed {self.num_batches} "

@@ -561,6 +561,11 @@ class Optimizer:
         check_arrays(type(self).__name__, states)
         mine = self.get_states()
         missing, unknown = sorted(set(mine) - set(states)), sorted(set(states) - set(mine))
+        if unknown and not self._slots:
+            raise CheckpointError(
+                f"{type(self).__name__}: it has no parameters to set states of; before, call set_parameters with the "
+                f"names of the optimizer that was saved, or make an update where those have none: {unknown}"
+            )
         if missing or unknown:
             raise CheckpointError(
                 f"{type(self).__name__}: the states lack {missing} and have unknown {unknown}; an optimizer of another "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import pytest
 
 import singa_lite.checkpoint.rank_arrays as rank_arrays
 import singa_lite.checkpoint.saving as saving
-from singa_lite import autograd, checkpoint, generation, opt
+from singa_lite import autograd, checkpoint, config, generation, opt
 from singa_lite.checkpoint.job import state_of
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
@@ -1056,6 +1057,48 @@ def test_a_failed_save_raises_at_every_wait(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match="no room"):
                 failing.wait()
     assert checkpoint.save_job(tmp_path, net).wait().is_dir()
+
+
+def test_a_forked_child_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
+    is_over, write = threading.Event(), saving.write_arrays
+
+    def late(*arguments: Any) -> None:
+        assert is_over.wait(LIMIT_S)
+        write(*arguments)
+
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    with mock.patch.object(saving, "write_arrays", late):
+        pending = checkpoint.save_job(tmp_path / "job", net, block=False)
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # in place of waiting for ever
+            try:
+                saving.write_arrays = write
+                assert checkpoint.load_job(tmp_path / "job", net) is None
+                assert checkpoint.save_job(tmp_path / "child", net).wait().is_dir()
+                with pytest.raises(CheckpointError, match="call wait in the parent"):
+                    pending.wait()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        ended = os.waitpid(pid, 0)[1]
+        is_over.set()
+        assert pending.wait().is_dir() and ended == 0
+
+
+def test_models_that_are_equal_have_checkpoints_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Net, "__eq__", lambda self, other: True)  # as a dataclass has them
+    monkeypatch.setattr(Net, "__hash__", None)
+    mine, other = (compiled(LocalCommunicator(World()), "fp32", False) for _ in range(2))
+    checkpoint.save_job(tmp_path, mine)
+    with pytest.raises(CheckpointError, match="was saved by another job"):
+        checkpoint.save_job(tmp_path, other)
+    known = state_of(mine).known
+    del mine
+    gc.collect()
+    assert known not in [each.known for each in config.state.jobs.values()]
 
 
 def test_a_folder_that_another_job_has_filled_since_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import inspect
 import itertools
 import os
 import subprocess
@@ -243,6 +244,13 @@ def test_with_a_sampler_its_state_is_that_of_the_batch_taken_last():
     assert sampler.state_dict() == reference.state_dict() and sampler.epoch == 1
 
 
+def test_values_that_a_script_adds_to_the_state_stay_out_of_the_sampler():
+    sampler = ShardedSampler(40, 4, 0, 1)
+    for _ in prefetch((batch.tolist() for batch in sampler), sampler=sampler):
+        sampler.state_dict()["loss"] = 0.5
+    assert sampler.epoch == 1 and "loss" not in sampler.state_dict()
+
+
 def test_a_loader_within_another_one_has_no_position():
     sampler = ShardedSampler(40, 4, 0, 1, shuffle=False)
     for number, _ in enumerate(prefetch(prefetch((batch.tolist() for batch in sampler), sampler=sampler))):
@@ -442,3 +450,72 @@ def test_a_system_that_gives_no_thread_is_a_data_error_and_the_sampler_stays(mon
         next(prefetch(iter(sampler), sampler=sampler))
     assert sampler.state_dict() == before
     assert len(list(prefetch(iter(sampler), sampler=sampler))) == 5
+
+
+def test_ctrl_c_while_the_thread_starts_ends_it_and_the_sampler_stays(monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(self):
+        start(self)
+        raise KeyboardInterrupt
+
+    sampler = ShardedSampler(20, 4, 0, 1)
+    before = sampler.state_dict()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        next(prefetch(iter(sampler), sampler=sampler))
+    assert not loaders() and sampler.state_dict() == before
+    assert len(list(prefetch(iter(sampler), sampler=sampler))) == 5
+
+
+def test_ctrl_c_that_makes_the_start_of_the_thread_fail_is_raised(monkeypatch):
+    def interrupted(self):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(prefetch([1]))
+
+
+def test_a_thread_that_begins_after_ctrl_c_has_ended_the_loop_takes_nothing(monkeypatch):
+    start, threads, made = threading.Thread.start, [], []
+
+    def interrupted(self):
+        threads.append(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        next(prefetch(map(made.append, range(2))))
+    start(threads[0])
+    threads[0].join(LIMIT_S)
+    assert made == []
+
+
+def test_ctrl_c_at_any_call_of_the_consumer_ends_the_thread(monkeypatch):
+    """A signal's handler runs where a function begins, also within those of the standard library."""
+    monkeypatch.setattr(sys.modules["singa_lite.data.prefetch"], "CLOSE_S", 0.5)
+    for number in range(100):
+        items, calls = prefetch(itertools.count()), itertools.count()
+        next(items)
+
+        def interrupt(frame, event, _, number=number, calls=calls):
+            if not frame.f_code.co_flags & inspect.CO_GENERATOR and next(calls) == number:
+                raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            for _ in range(5):
+                next(items)
+        except KeyboardInterrupt:
+            assert not loaders()
+        else:
+            assert number > 3
+            break
+        finally:
+            sys.settrace(before)
+            items.close()
