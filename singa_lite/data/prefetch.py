@@ -113,9 +113,8 @@ def _fill(items: Iterable[Item], shelf: _Shelf[Item]) -> None:
     """Run as the thread; it refers to the shelf only, so that a dropped consumer is collected and closes the shelf."""
     try:
         try:
-            for number, item in enumerate(
-                () if shelf.is_closed else items
-            ):  # Ctrl-C may have ended Thread.start
+            # closed before it has begun: Ctrl-C may have ended Thread.start
+            for number, item in enumerate(() if shelf.is_closed else items):
                 if number >= shelf.depth:
                     shelf.taken.get()
                 if shelf.is_closed:
