@@ -24,6 +24,7 @@ from singa_lite.device import Device, create_cpu_device
 from singa_lite.errors import OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.sync.fp32 import Fp32
+from singa_lite.sync.text import read_dist_option
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
@@ -386,3 +387,25 @@ def test_names_that_are_no_tuple_of_texts_are_an_error(made: Any, names: str) ->
     made(f"names = {names}")
     with pytest.raises(OptionError, match=r"made_0.Made: names must be a tuple of texts, got "):
         find_schemes()
+
+
+def test_a_text_gives_a_choice(made: Any) -> None:
+    made('names = ("made",)')
+    for text, options in {
+        "made:out": {"way": "out"},
+        "made:in:share=auto": {"way": "in", "share": "auto"},
+        "made:share=0.5": {"share": 0.5},
+        "made:share=none": {"share": None},
+    }.items():
+        assert read_dist_option(text).options == options
+        opt.DistOpt(opt.SGD(), dist_option=text)
+        opt.DistOpt(opt.SGD(), dist_option="made", **options)
+    for text, error in {
+        "made:up": "way = 'up', expected 'in' or 'out'; write made",
+        "made:share=x": "share = 'x', expected 'auto' or float or None; write made",
+        "made:sizes=3": "gives sizes, a tuple.*, which is no text; give it by name",
+    }.items():
+        with pytest.raises(OptionError, match=error):
+            opt.DistOpt(opt.SGD(), dist_option=text)
+    with pytest.raises(OptionError, match="way = 'up' is not known; choose one of 'in', 'out'"):
+        opt.DistOpt(opt.SGD(), dist_option="made", way="up")
