@@ -223,7 +223,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _make_scheme(self, kind: type[Scheme], threshold: int) -> Scheme:
         if self._order == "any":
-            return kind(self.communicator, threshold, self.bucket_bytes, self)
+            return kind.make(self.communicator, threshold, self.bucket_bytes, self)
         scheme = FixedOrder(self.communicator, threshold, self.bucket_bytes, self)
         scheme.wire_dtype = _fixed_wire_dtype(kind)
         scheme.num_microbatches = self.world_size * self._sums.num_batches
@@ -673,7 +673,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes.check_states(
             states,
             self._ranks.names,
-            lambda kind: kind(self.communicator, self.threshold, self.bucket_bytes, self),
+            lambda kind: kind.make(self.communicator, self.threshold, self.bucket_bytes, self),
         )
         self._sums.check_states(sums, self._ranks.names)
         if self._finite is not None:

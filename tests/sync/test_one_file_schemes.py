@@ -409,3 +409,13 @@ def test_a_text_gives_a_choice(made: Any) -> None:
             opt.DistOpt(opt.SGD(), dist_option=text)
     with pytest.raises(OptionError, match="way = 'up' is not known; choose one of 'in', 'out'"):
         opt.DistOpt(opt.SGD(), dist_option="made", way="up")
+
+
+@pytest.mark.parametrize("text", ["made", "hierarchical:made"])
+def test_an_init_without_the_base_classes_is_an_error_that_says_so(made: Any, text: str) -> None:
+    made('names = ("made",)', "Options = Fp32.Options; __init__ = lambda self, *arguments: None")
+    net = Net()
+    net.set_optimizer(opt.DistOpt(opt.SGD(), dist_option=text))
+    net.compile([batch(create_cpu_device(), 0, 0)[0]])
+    with pytest.raises(OptionError, match=r"Made: its __init__ must call super\(\).__init__"):
+        net(*batch(create_cpu_device(), 0, 0))
