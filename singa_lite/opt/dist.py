@@ -18,7 +18,7 @@ from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
 from ..comm.stopping import StopAgreement, StopCalls
 from ..comm.work import Traffic
-from ..config import state
+from ..config import state, this_thread
 from ..device import Device
 from ..errors import GraphError, OptionError, check_int
 from ..graph.clock import abandon_step, lap, pause_step
@@ -40,7 +40,7 @@ from .base import Optimizer, Pairs
 from .checks import as_pairs, check_arrays, check_pair
 from .consistency import Consistency
 from .dist_arguments import check_messages, check_spars, check_updates, check_values
-from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
+from .fixed_order import COMMON, THREADS, FixedOrderSums, check_draws, place_streams, threads_of
 from .overrides import warn_of_overrides
 from .schedule import DecayScheduler
 from .sgd import SGD
@@ -223,7 +223,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def _make_scheme(self, kind: type[Scheme], threshold: int) -> Scheme:
         if self._order == "any":
-            return kind(self.communicator, threshold, self.bucket_bytes, self)
+            return kind.make(self.communicator, threshold, self.bucket_bytes, self)
         scheme = FixedOrder(self.communicator, threshold, self.bucket_bytes, self)
         scheme.wire_dtype = _fixed_wire_dtype(kind)
         scheme.num_microbatches = self.world_size * self._sums.num_batches
@@ -285,6 +285,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         check_recorded(loss)
         if type(self) is not DistOpt:
             warn_of_overrides(type(self), DistOpt)
+        if self._order == "fixed":
+            check_draws(self._devices())
         self._check_sent()
         self._guard_attributes()
         if threshold is not None:
@@ -298,6 +300,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._sums.guard()
         if not self._sums.is_last:
             self._sums.add(self._gradients(loss))
+            self._leave_microbatch(is_update=False)
             self._begin_microbatch()
             lap("backward")
             pause_step()
@@ -307,11 +310,14 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         )
         if self._finite is None:
             self._update(scheme, given, gradients, loss.device)
+            self._begin_microbatch()
             return
         pairs = list(gradients)
+        self._leave_microbatch(is_update=True)
         if self._finite.may_update(pairs, self._ranks.names, lambda: self._opt._step_counter):
             self._update(scheme, given, pairs, loss.device)
         self._finite.end_update()
+        self._begin_microbatch()
 
     def _update(
         self,
@@ -324,6 +330,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._begin(scheme, given)
         for param, grad in gradients:
             scheme.add_gradient(param, grad)
+        if self._finite is None:
+            self._leave_microbatch(is_update=True)
         pairs = list(scheme.finish())
         if scheme.keeps_equal:
             self._ranks.make_equal(self)
@@ -338,7 +346,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         bookkeep(self._end_call, scheme, not device.backend.runs_behind_host)
         self.step()
         bookkeep(self._end_update)
-        self._begin_microbatch()
 
     def _end_update(self) -> None:
         self._ranks.updating = self._called = None
@@ -348,18 +355,38 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._num_dropped += 1
         with unrecorded():
             self._sums.end()
-            self._begin_microbatch()
+            if self._finite is not None and self._finite.mode == "raise":  # else the call goes on
+                self.place_streams()
         abandon_step()
 
-    def _begin_microbatch(self) -> None:
-        """Set the random stream of the next call to that of its microbatch, where the order is fixed."""
+    def _leave_microbatch(self, is_update: bool) -> None:
+        """Set the random stream to a part that all ranks share, at the end of a call's backward pass."""
         if self._order == "fixed":
-            bookkeep(self.place_streams)
+            bookkeep(self._share_streams, is_update)
+
+    def _begin_microbatch(self) -> None:
+        """Set the random stream to that of the next microbatch, but for a Model, which does so before its steps."""
+        model = this_thread.model
+        if model is None or model.optimizer is not self:
+            self.place_streams()
+
+    def _share_streams(self, is_update: bool) -> None:
+        call = 0 if is_update else self._sums.num_calls  # of this rank: the update has the same number on all
+        place_streams(self._devices(), self._seeds, COMMON + self._first_microbatch() + call)
 
     def place_streams(self) -> None:
-        first = self._opt._step_counter * self.world_size + self.communicator.rank
-        devices = dict.fromkeys(param.device for param in self._ranks.names)
-        begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
+        if self._order == "fixed":
+            bookkeep(self._place_streams)
+
+    def _place_streams(self) -> None:
+        call = self.communicator.rank * self._sums.num_batches + self._sums.num_calls
+        place_streams(self._devices(), self._seeds, self._first_microbatch() + call)
+
+    def _first_microbatch(self) -> int:
+        return self._opt._step_counter * self.world_size * self._sums.num_batches
+
+    def _devices(self) -> Iterable[Device]:
+        return dict.fromkeys(param.device for param in self._ranks.names)
 
     @property
     def place(self) -> tuple[int | None, int]:  # type: ignore[override]
@@ -646,7 +673,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes.check_states(
             states,
             self._ranks.names,
-            lambda kind: kind(self.communicator, self.threshold, self.bucket_bytes, self),
+            lambda kind: kind.make(self.communicator, self.threshold, self.bucket_bytes, self),
         )
         self._sums.check_states(sums, self._ranks.names)
         if self._finite is not None:

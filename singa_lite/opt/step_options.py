@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import fields
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import OptionError, check_number, is_one_of
+from ..errors import OptionError, check_choice, check_number, is_one_of
 from ..sync.base import OptimizerView, Scheme, StepContext, types_of
-from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
+from ..sync.text import (
+    accepted_of,
+    make_options,
+    options_by_name,
+    read_dist_option,
+    scheme_of_options,
+    wrapped_field,
+)
 from .base import Optimizer
 from .schedule import DecayScheduler, described
 
@@ -143,8 +150,11 @@ def _check_options(scheme: str, types: Mapping[str, Any], given: Mapping[str, Op
         have = f"its options are {', '.join(types)}" if types else "it has no options"
         raise OptionError(f"DistOpt: {scheme} has no option {', '.join(unknown)}; {have}")
     for name, value in given.items():
-        accepted = get_args(types[name]) or (types[name],)
+        accepted, choices = accepted_of(types[name])
         if isinstance(value, DecayScheduler) or (value is None and type(None) in accepted):
+            continue
+        if choices and (not accepted or is_one_of(value, choices)):
+            check_choice(scheme, name, value, choices)
             continue
         if bool in accepted:
             if not isinstance(value, (bool, np.bool_)):

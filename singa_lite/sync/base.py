@@ -31,7 +31,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..comm.base import Communicator
 from ..comm.work import Traffic
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OptionError
 from ..graph.clock import lap
 from ..graph.recorder import break_graph, scalar, unrecorded
 from ..tensor import Tensor
@@ -163,6 +163,17 @@ class Scheme:
         self._options_text = ""  # of the step that runs, see Note [options in names]
         self._read: Callable[[], StepContext] = lambda: StepContext(self.options, 0, optimizer)
         self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    @classmethod
+    def make(cls, *arguments: Any) -> Scheme:  # Any: those of ``__init__``
+        """Return a scheme; OptionError if its ``__init__`` does not call this class's."""
+        made = cls(*arguments)
+        if "_pairs" not in vars(made):
+            raise OptionError(
+                f"{cls.__name__}: its __init__ must call super().__init__(communicator, threshold, bucket_bytes, "
+                "optimizer) first"
+            )
+        return made
 
     # ---- what a scheme may write -----------------------------------------------------------------------
 

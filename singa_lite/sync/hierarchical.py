@@ -92,7 +92,7 @@ class Hierarchical(BucketedSync):
         assert issubclass(kind, BucketedSync)  # or Options had raised
         failure, has_states = "", self._loaded is not None and bool(self._loaded[1])
         if between is not None:
-            self._outer = kind(between, self.threshold, self.bucket_bytes, self.optimizer)
+            self._outer = kind.make(between, self.threshold, self.bucket_bytes, self.optimizer)
         if self._loaded is not None:
             failure = self._restore(*self._loaded)
         mine = [failure, 0 if between is None else inner.size, has_states]

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from math import inf
-from typing import Any, NamedTuple, get_args
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from ..errors import OptionError, check_choice
 from . import find_schemes
@@ -51,6 +52,11 @@ def read_dist_option(text: str) -> DistOption:
         if key not in types or key in options:
             problem = f"gives {key} twice" if key in options else f"has {part!r}, which is not an option"
             raise OptionError(f"DistOpt: dist_option {text!r} {problem}; {form_of(scheme)}")
+        if not _has_text(types[key]):
+            raise OptionError(
+                f"DistOpt: dist_option {text!r} gives {key}, a {_type_name(types[key])}, which is no text; give it by "
+                f"name, DistOpt({key}=...)"
+            )
         try:
             options[key] = _value_of(value, types[key])
         except ValueError:
@@ -117,24 +123,41 @@ def form_of(scheme: type[Scheme]) -> str:
     return f"write {name}[:{next(iter(types))}]{rest} {', '.join(each)}"
 
 
+def accepted_of(kind: Any) -> tuple[list[Any], list[Any]]:
+    """Return what an option of type ``kind`` may be: of which types, and which values of Literals besides."""
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    return [part for part in parts if get_origin(part) is not Literal], choices
+
+
 def _value_of(text: str, kind: Any) -> Any:
     """Return ``text`` as a value of a field's type; ValueError if it is not one."""
-    accepted = get_args(kind) or (kind,)
-    if type(None) in accepted and text.lower() == "none":
+    types, choices = accepted_of(kind)
+    if type(None) in types and text.lower() == "none":
         return None
-    if bool in accepted:
+    for choice in choices:
+        if text == str(choice):
+            return choice
+    if bool in types:
         if text.lower() not in BOOLS:
             raise ValueError(text)
         return BOOLS[text.lower()]
-    number = next(each for each in accepted if each is not type(None))
-    if number in NUMBERS and not re.fullmatch(NUMBERS[number], text):
+    read = next((each for each in types if each in (int, float, str)), None)
+    if read is None or (read in NUMBERS and not re.fullmatch(NUMBERS[read], text)):
         raise ValueError(text)
-    value = number(text)
+    value = read(text)
     if value in (inf, -inf):  # 1e999
         raise ValueError(text)
     return value
 
 
+def _has_text(kind: Any) -> bool:
+    """Return whether a text can give values of ``kind``, other than None."""
+    types, choices = accepted_of(kind)
+    return bool(choices) or any(each in (bool, int, float, str) for each in types)
+
+
 def _type_name(kind: Any) -> str:
-    accepted = get_args(kind) or (kind,)
-    return " or ".join("None" if each is type(None) else str(each.__name__) for each in accepted)
+    types, choices = accepted_of(kind)
+    names = ["None" if each is type(None) else getattr(each, "__name__", str(each)) for each in types]
+    return " or ".join([*map(repr, choices), *names])

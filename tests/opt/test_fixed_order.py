@@ -13,8 +13,15 @@ from threadpoolctl import threadpool_limits
 
 from singa_lite import autograd, checkpoint, layer, model, opt
 from singa_lite.data import ShardedSampler
-from singa_lite.device import get_default_device
-from singa_lite.errors import CheckpointError, CommError, DataError, OptionError, SingaLiteError
+from singa_lite.device import get_default_device, get_num_threads
+from singa_lite.errors import (
+    CheckpointError,
+    CommError,
+    DataError,
+    NonFiniteError,
+    OptionError,
+    SingaLiteError,
+)
 from singa_lite.record import records
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import mpi_missing, run_ranks
@@ -25,6 +32,7 @@ MODES = [("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True)]
 rng = np.random.default_rng(0)
 IMAGES = rng.standard_normal((NUM_SAMPLES, 3, 6, 6)).astype(np.float32)
 LABELS = rng.integers(0, 4, NUM_SAMPLES)
+get_num_threads()  # loads the kernels: threadpool_limits holds for libraries that are loaded
 
 
 class Net(model.Model):
@@ -157,6 +165,162 @@ def test_what_is_drawn_between_calls_changes_no_bits(use_graph: bool) -> None:
     [undisturbed] = run_ranks(with_draws_between, 1, use_graph, False, transport="local")
     for size in (1, 2, 4):
         assert run_ranks(with_draws_between, size, use_graph, True) == [undisturbed] * size
+
+
+class Langevin(opt.SGD):
+    """Adds noise to each gradient; runs as Python in replays."""
+
+    std = 0.5
+
+    def update_all(self, pairs: Any) -> None:
+        super().update_all(
+            [(param, grad + Tensor(param.shape).gaussian(0, self.std)) for param, grad in pairs]
+        )
+
+
+class RecordedLangevin(Langevin):
+    is_recordable = True
+
+
+class NoisyNet(Net):
+    """Draws behind its optimizer's calls, and adds that to the parameters, if `adds_noise`."""
+
+    def train_one_batch(self, x: Tensor, y: Tensor, adds_noise: bool) -> Tensor:  # type: ignore[override]
+        loss = super().train_one_batch(x, y)
+        if adds_noise:
+            for param in self.get_params().values():
+                param += Tensor(param.shape).gaussian(0, 0.05)
+        return loss
+
+
+@threadpool_limits.wrap(limits=1)
+def noisy(
+    communicator: Any,
+    kind: type[opt.SGD],
+    use_graph: bool,
+    check_finite: str | None,
+    always: bool = False,
+    folder: str | None = None,
+    updates: int = 4,
+) -> tuple[int, int]:
+    """Checksums of parameters, and of numbers drawn behind the last call; noise behind updates, or `always`.
+
+    The third update is left out with `check_finite`.
+    """
+    get_default_device().SetRandSeed(3)
+    net = NoisyNet()
+    arguments: dict[str, Any] = {"microbatches": 8, "order": "fixed", "check_finite": check_finite}
+    net.set_optimizer(opt.DistOpt(kind(lr=0.05, momentum=0.9), communicator=communicator, **arguments))
+    net.compile([from_numpy(IMAGES[:BATCH])], use_graph=use_graph)
+    sampler = ShardedSampler(NUM_SAMPLES, BATCH, communicator.rank, communicator.size, seed=1, microbatches=8)
+    if folder is not None:
+        checkpoint.load_job(folder, net, sampler=sampler)
+    calls, counters = 8 // communicator.size, set[int]()
+    for call, indices in zip(range(updates * calls), sampler, strict=False):
+        is_bad = check_finite is not None and call == 2 * calls and communicator.rank == 0
+        images = IMAGES[indices] * np.float32(np.nan if is_bad else 1)
+        net(from_numpy(images), from_numpy(LABELS[indices]), always or call % calls == calls - 1)
+        counters.add(get_default_device().get_random_state()[1])
+    if folder is not None:
+        checkpoint.save_job(folder, net, sampler=sampler)
+    autograd.training = False
+    assert len(counters) == updates * calls or check_finite  # no call draws what another one has drawn
+    assert all(info.break_reason is None for info in net.graph_info())
+    return checksum(net), zlib.crc32(to_numpy(Tensor((5,)).gaussian(0, 1)).tobytes())
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize(
+    ("kind", "check_finite"), [(Langevin, None), (RecordedLangevin, None), (RecordedLangevin, "skip")]
+)
+def test_what_is_drawn_in_and_behind_an_update_is_equal_on_all_numbers_of_ranks(
+    kind: type[opt.SGD], use_graph: bool, check_finite: str | None
+) -> None:
+    [alone] = run_ranks(noisy, 1, kind, False, check_finite, transport="local")
+    for size in (1, 2, 4):
+        assert run_ranks(noisy, size, kind, use_graph, check_finite) == [alone] * size
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_noise_behind_every_call_is_equal_on_all_ranks(use_graph: bool) -> None:
+    first, second = run_ranks(noisy, 2, Langevin, use_graph, None, True)
+    assert first == second
+
+
+def test_noise_of_updates_is_that_of_a_run_that_nobody_stopped(tmp_path: Any) -> None:
+    [whole] = run_ranks(noisy, 1, RecordedLangevin, True, None, transport="local")
+    for size in (4, 2):
+        found = run_ranks(noisy, size, RecordedLangevin, True, None, False, str(tmp_path / "job"), 2)
+        assert found == [found[0]] * size
+    assert found == [whole] * 2
+
+
+@threadpool_limits.wrap(limits=1)
+def own_loop(communicator: Any, check_finite: str | None) -> int:
+    """The checksum after a loop without steps of a Model; the third update is left out with `check_finite`."""
+    get_default_device().SetRandSeed(3)
+    net = Net()
+    net.compile([from_numpy(IMAGES[:BATCH])])
+    arguments: dict[str, Any] = {"microbatches": 8, "order": "fixed", "check_finite": check_finite}
+    sgd = opt.DistOpt(Langevin(0.05, 0.9), communicator=communicator, **arguments)
+    sgd.prepare(net.get_params(), {})
+    sampler = ShardedSampler(NUM_SAMPLES, BATCH, communicator.rank, communicator.size, seed=1, microbatches=8)
+    autograd.training, calls = True, 8 // communicator.size
+    for call, indices in zip(range(5 * calls), sampler, strict=False):
+        is_bad = check_finite is not None and call == 2 * calls and communicator.rank == 0
+        images = IMAGES[indices] * np.float32(np.nan if is_bad else 1)
+        with contextlib.suppress(NonFiniteError):
+            sgd(net.loss(net.forward(from_numpy(images)), from_numpy(LABELS[indices])))
+    autograd.training = False
+    net.set_optimizer(sgd)
+    return checksum(net)
+
+
+@pytest.mark.parametrize("check_finite", [None, "raise", "skip"])
+def test_a_loop_without_a_model_draws_by_the_number_of_the_microbatch(check_finite: str | None) -> None:
+    [alone] = run_ranks(own_loop, 1, check_finite, transport="local")
+    for size in (2, 4):
+        assert run_ranks(own_loop, size, check_finite) == [alone] * size
+
+
+class Twice(Net):
+    """Two microbatches a step."""
+
+    places = False
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> None:  # type: ignore[override]
+        super().train_one_batch(x, y)
+        if self.places:
+            self.optimizer.place_streams()
+        super().train_one_batch(x, y)
+
+
+@threadpool_limits.wrap(limits=1)
+def two_a_step(communicator: Any, use_graph: bool, places: bool) -> int | str:
+    get_default_device().SetRandSeed(3)
+    net = Twice()
+    net.places = places
+    net.set_optimizer(
+        opt.DistOpt(opt.SGD(0.05, 0.9), communicator=communicator, microbatches=4, order="fixed")
+    )
+    x, y = from_numpy(IMAGES[:BATCH]), from_numpy(LABELS[:BATCH])
+    net.compile([x], use_graph=use_graph)
+    try:
+        for _ in range(12 // communicator.size):
+            net(x, y)
+    except OptionError as error:
+        return str(error)
+    autograd.training = False
+    return checksum(net)
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_a_step_of_several_microbatches_places_the_streams_itself(use_graph: bool) -> None:
+    [alone] = run_ranks(two_a_step, 1, False, True, transport="local")
+    for size in (1, 2, 4):
+        assert run_ranks(two_a_step, size, use_graph, True) == [alone] * size
+    for error in run_ranks(two_a_step, 2, use_graph, False):
+        assert "place_streams() of the optimizer" in str(error)
 
 
 def in_any_order(communicator: Any) -> int:

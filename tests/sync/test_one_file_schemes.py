@@ -8,6 +8,7 @@ model in float64, and resumes bit for bit.
 from __future__ import annotations
 
 import functools
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.device import Device, create_cpu_device
 from singa_lite.errors import OptionError
 from singa_lite.sync import find_schemes
+from singa_lite.sync.fp32 import Fp32
+from singa_lite.sync.text import read_dist_option
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
@@ -329,3 +332,90 @@ def test_options_of_a_scheme_are_its_own() -> None:
         opt.DistOpt(communicator=local, dist_option="localSGD", period=0)
     with pytest.raises(OptionError, match="fp32 has no option clip_value; it has no options"):
         opt.DistOpt(communicator=local, clip_value=1.0)
+
+
+MADE = """
+from dataclasses import dataclass
+from typing import Literal
+from singa_lite.sync.fp32 import Fp32
+
+
+class Made(Fp32):
+    {names}
+
+    @dataclass(frozen=True)
+    class Options:
+        way: Literal["in", "out"] = "in"
+        share: Literal["auto"] | float | None = None
+        sizes: tuple[int, ...] = ()
+
+    {init}
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Any:
+    """A function that puts one more scheme beside the package's own, in a file of its own."""
+    found: list[str] = []
+
+    def make(names: str = "", init: str = "") -> None:
+        found.append(f"made_{len(found)}")
+        (tmp_path / f"{found[-1]}.py").write_text(MADE.format(names=names, init=init))
+        find_schemes.cache_clear()
+
+    sync.__path__.append(str(tmp_path))
+    yield make
+    sync.__path__.remove(str(tmp_path))
+    for name in found:
+        sys.modules.pop(f"singa_lite.sync.{name}", None)
+    find_schemes.cache_clear()
+
+
+def test_a_class_without_names_of_its_own_leaves_those_of_its_base_class_alone(made: Any) -> None:
+    made()
+    assert find_schemes()["fp32"] is find_schemes()["plain"] is Fp32
+
+
+def test_a_name_of_two_schemes_is_an_error_with_both(made: Any) -> None:
+    made('names = ("one", "fp32")')
+    with pytest.raises(OptionError, match=r"'fp32' is among the names of .*fp32.Fp32 and of .*made_0.Made"):
+        opt.DistOpt(opt.SGD())
+
+
+@pytest.mark.parametrize("names", ['"abc"', "(1,)", '["abc"]', '("",)'])
+def test_names_that_are_no_tuple_of_texts_are_an_error(made: Any, names: str) -> None:
+    made(f"names = {names}")
+    with pytest.raises(OptionError, match=r"made_0.Made: names must be a tuple of texts, got "):
+        find_schemes()
+
+
+def test_a_text_gives_a_choice(made: Any) -> None:
+    made('names = ("made",)')
+    for text, options in {
+        "made:out": {"way": "out"},
+        "made:in:share=auto": {"way": "in", "share": "auto"},
+        "made:share=0.5": {"share": 0.5},
+        "made:share=none": {"share": None},
+    }.items():
+        assert read_dist_option(text).options == options
+        opt.DistOpt(opt.SGD(), dist_option=text)
+        opt.DistOpt(opt.SGD(), dist_option="made", **options)
+    for text, error in {
+        "made:up": "way = 'up', expected 'in' or 'out'; write made",
+        "made:share=x": "share = 'x', expected 'auto' or float or None; write made",
+        "made:sizes=3": "gives sizes, a tuple.*, which is no text; give it by name",
+    }.items():
+        with pytest.raises(OptionError, match=error):
+            opt.DistOpt(opt.SGD(), dist_option=text)
+    with pytest.raises(OptionError, match="way = 'up' is not known; choose one of 'in', 'out'"):
+        opt.DistOpt(opt.SGD(), dist_option="made", way="up")
+
+
+@pytest.mark.parametrize("text", ["made", "hierarchical:made"])
+def test_an_init_without_the_base_classes_is_an_error_that_says_so(made: Any, text: str) -> None:
+    made('names = ("made",)', "Options = Fp32.Options; __init__ = lambda self, *arguments: None")
+    net = Net()
+    net.set_optimizer(opt.DistOpt(opt.SGD(), dist_option=text))
+    net.compile([batch(create_cpu_device(), 0, 0)[0]])
+    with pytest.raises(OptionError, match=r"Made: its __init__ must call super\(\).__init__"):
+        net(*batch(create_cpu_device(), 0, 0))
