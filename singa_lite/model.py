@@ -19,7 +19,7 @@ from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer, layers_of, unchanged_by_errors
 from .opt.base import Optimizer
-from .opt.checks import check_not_wrapped
+from .opt.checks import check_arrays, check_not_wrapped
 from .record.record import RecordInfo
 from .record.records import Records
 from .tensor import Tensor, to_numpy
@@ -346,7 +346,8 @@ class Model(Layer):
 
         Raises:
             CheckpointError: ``fpath`` is a folder or a device, the system cannot write, or a value of
-                ``aux_states`` is not an array, or is an array of Python objects. An existing file is as it was.
+                ``aux_states`` or of the optimizer's ``get_states`` is not an array, or is an array of Python objects.
+                An existing file is as it was.
             GraphError: the model is not compiled yet, so it has no parameters to save.
         """
         from .model_file import write_checkpoint  # Note [imports]
@@ -409,6 +410,9 @@ class Model(Layer):
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
         optimizer = None if self._optimizer is None else self._optimizer.get_states()
+        if self._optimizer is not None:
+            name = f"{where}: get_states of {type(self._optimizer).__name__}"
+            check_arrays(name, optimizer, (np.ndarray, np.generic))
         shape = self._optimizer.unnamed() if isinstance(self._optimizer, Optimizer) else None
         if shape is not None:
             warn(
