@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, signature
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer, layers_of, unchanged_by_errors
 from .opt.base import Optimizer
 from .opt.checks import check_arrays, check_not_wrapped
+from .opt.overrides import runs_later
 from .record.record import RecordInfo
 from .record.records import Records
 from .tensor import Tensor, to_numpy
@@ -34,7 +35,6 @@ EVALUATES = (
     "{0} is in evaluation mode, where a call of the model records nothing: what its input was computed from gets no "
     "gradient through it. Call its forward(), or if that is meant clone() the input"
 )
-RUNS_LATER = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
 class Model(Layer):
@@ -306,8 +306,7 @@ class Model(Layer):
 
     def run_train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """Run ``train_one_batch`` in the model's precision, unrecorded; what records of steps run, too."""
-        code = getattr(self.train_one_batch, "__code__", None)
-        if code is not None and code.co_flags & RUNS_LATER:
+        if runs_later(self.train_one_batch):
             raise GraphError(
                 f"{type(self).__name__}: train_one_batch is a generator or a coroutine, which would run after the "
                 "step; write it without yield and async"

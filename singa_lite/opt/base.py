@@ -29,13 +29,22 @@ from ..tensor.core import check_tensor, set_grads_fresh
 from ..tensor.pytree import leaves
 from ..users_line import warn
 from .arguments import comparable, description_of, make
-from .checks import as_pairs, check_arrays, check_not_wrapped, check_pair, check_steps, unique_names
+from .checks import (
+    as_pairs,
+    check_arrays,
+    check_initialized,
+    check_not_wrapped,
+    check_pair,
+    check_steps,
+    unique_names,
+)
 from .overrides import (
     ON_HOST,
     UNRECORDABLE,
     is_of_package,
     on_host,
     replaced_methods,
+    runs_later,
     unrecordable,
     updates_in,
 )
@@ -109,6 +118,12 @@ class Optimizer:
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
+        for name in (*ON_HOST, *UNRECORDABLE):
+            if runs_later(getattr(cls, name, None)):
+                raise OptionError(
+                    f"{cls.__name__}: {name} is a generator or a coroutine, which calling does not run; write it "
+                    "without yield and async"
+                )
         if vars(cls).get("is_recordable", False):
             return
         inherited = []
@@ -177,8 +192,7 @@ class Optimizer:
                 raise OptionError(f"{type(self).__name__}: prepare: {name} must be a dict, not {values!r}")
             for value in values.values():
                 check_tensor(f"{type(self).__name__}: prepare", value)
-        if "_names" not in vars(self):
-            raise OptionError(f"{type(self).__name__}: its __init__ must call super().__init__(lr) first")
+        check_initialized(self)
         for name, param in params.items():
             param.name = self._names[param] = name
             self.slots(param)

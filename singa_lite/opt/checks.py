@@ -34,6 +34,12 @@ def check_not_wrapped(where: str, optimizer: object) -> None:
     guard((id(optimizer), "is wrapped"), lambda: wrapper() is not None)
 
 
+def check_initialized(optimizer: object) -> None:
+    """Raise OptionError for an optimizer whose ``__init__`` does not call that of ``Optimizer``."""
+    if "_names" not in vars(optimizer):
+        raise OptionError(f"{type(optimizer).__name__}: its __init__ must call super().__init__(lr) first")
+
+
 def check_arrays(where: str, states: object, kinds: type | tuple[type, ...] = np.ndarray) -> None:
     """Raise CheckpointError unless ``states`` are numpy arrays, or of other ``kinds``, by name."""
     if not isinstance(states, Mapping):

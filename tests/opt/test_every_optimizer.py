@@ -846,6 +846,26 @@ def test_an_optimizer_whose_constructor_was_not_called_says_so() -> None:
 
     with pytest.raises(OptionError, match=r"Mine: its __init__ must call super\(\).__init__\(lr\) first"):
         Mine().prepare({"w": Tensor((2,))}, {})
+    with pytest.raises(OptionError, match=r"Mine: its __init__ must call super\(\).__init__\(lr\) first"):
+        opt.DistOpt(Mine(), communicator=LocalCommunicator(World()))
+
+
+@pytest.mark.parametrize("name", ["update_all", "apply", "step"])
+def test_an_update_that_calling_does_not_run_is_refused_where_the_class_is_defined(name):
+    def generator(self, *arguments):
+        yield
+
+    async def coroutine(self, *arguments):
+        pass
+
+    for method in (generator, coroutine):
+        for bases, written in (
+            ((opt.SGD,), {name: method}),
+            ((type("Mixin", (), {name: method}), opt.SGD), {}),
+        ):
+            with pytest.raises(OptionError, match=f"^Mine: {name} is a generator or a coroutine"):
+                type("Mine", bases, written)
+    type("Mine", (opt.SGD,), {name: lambda self, *arguments: None})
 
 
 class MomentsByName(opt.Optimizer):
