@@ -88,8 +88,9 @@ class Optimizer:
 
     A subclass writes ``update_all(pairs)``, or as in SINGA ``apply(name, value, grad)``, which is called for each
     parameter. In a recorded step their Python runs at every replay, unless the class sets ``is_recordable = True``:
-    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``. The same holds
-    for what it inherits from classes that are not optimizers. With a function set as an attribute instead of a method,
+    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``; an attribute
+    that decides which kernels run needs ``guard``, as SGD's ``nesterov``. The same holds for what it inherits from
+    classes that are not optimizers. With a function set as an attribute instead of a method,
     recorded steps run eagerly.
 
     Attributes that are schedules, such as ``lr``, can be set to a number or another schedule between steps; recorded
