@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, signature
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer, layers_of, unchanged_by_errors
 from .opt.base import Optimizer
-from .opt.checks import check_not_wrapped
+from .opt.checks import check_arrays, check_not_wrapped
+from .opt.overrides import runs_later
 from .record.record import RecordInfo
 from .record.records import Records
 from .tensor import Tensor, to_numpy
@@ -34,7 +35,6 @@ EVALUATES = (
     "{0} is in evaluation mode, where a call of the model records nothing: what its input was computed from gets no "
     "gradient through it. Call its forward(), or if that is meant clone() the input"
 )
-RUNS_LATER = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
 class Model(Layer):
@@ -306,8 +306,7 @@ class Model(Layer):
 
     def run_train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """Run ``train_one_batch`` in the model's precision, unrecorded; what records of steps run, too."""
-        code = getattr(self.train_one_batch, "__code__", None)
-        if code is not None and code.co_flags & RUNS_LATER:
+        if runs_later(self.train_one_batch):
             raise GraphError(
                 f"{type(self).__name__}: train_one_batch is a generator or a coroutine, which would run after the "
                 "step; write it without yield and async"
@@ -346,7 +345,8 @@ class Model(Layer):
 
         Raises:
             CheckpointError: ``fpath`` is a folder or a device, the system cannot write, or a value of
-                ``aux_states`` is not an array, or is an array of Python objects. An existing file is as it was.
+                ``aux_states`` or of the optimizer's ``get_states`` is not an array, or is an array of Python objects.
+                An existing file is as it was.
             GraphError: the model is not compiled yet, so it has no parameters to save.
         """
         from .model_file import write_checkpoint  # Note [imports]
@@ -409,6 +409,9 @@ class Model(Layer):
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
         optimizer = None if self._optimizer is None else self._optimizer.get_states()
+        if self._optimizer is not None:
+            name = f"{where}: get_states of {type(self._optimizer).__name__}"
+            check_arrays(name, optimizer, (np.ndarray, np.generic))
         shape = self._optimizer.unnamed() if isinstance(self._optimizer, Optimizer) else None
         if shape is not None:
             warn(

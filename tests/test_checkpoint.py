@@ -94,6 +94,19 @@ def test_an_array_with_masked_values_is_a_checkpoint_error(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("value", [{"a": np.zeros(2)}, 0.5, [1, 2], "text", Tensor((2,)), None], ids=repr)
+def test_a_state_of_an_optimizer_that_is_no_array_is_a_checkpoint_error(value, tmp_path):
+    class Own(opt.SGD):
+        def get_states(self):
+            return None if value is None else {**super().get_states(), "mine": value}
+
+    net, path = compiled(optimizer=Own(0.1)), tmp_path / "file"
+    what = "states by name, got NoneType" if value is None else f"'mine' .* not {type(value).__name__}"
+    with pytest.raises(CheckpointError, match=f"^save_states: get_states of Own: .*{what}$"):
+        net.save_states(path)
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("name", ["\udc80", "a" * 70_000])
 def test_a_name_that_no_archive_can_have_is_a_checkpoint_error(name, tmp_path):
     path = tmp_path / "file"

@@ -96,6 +96,14 @@ class MomentumByName(opt.Optimizer):
         self.momenta[name] = self.momenta.get(name, 0) * 0.9 + to_numpy(grad)
         value -= Tensor(data=self.momenta[name] * np.float32(0.1))
 
+    def get_states(self) -> dict[str, np.ndarray]:
+        return super().get_states() | {f"momentum of {name}": each for name, each in self.momenta.items()}
+
+    def set_states(self, states: dict[str, np.ndarray]) -> None:
+        own = {name: value for name, value in states.items() if name.startswith("momentum of ")}
+        super().set_states({name: value for name, value in states.items() if name not in own})
+        self.momenta = {name.removeprefix("momentum of "): value for name, value in own.items()}
+
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng(step)

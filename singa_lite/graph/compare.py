@@ -129,7 +129,7 @@ def _are_equal(old: Any, new: Any) -> bool:
 def _do_the_same(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
     """Return whether two functions have the same code, or are methods of the same object."""
     if isinstance(old, partial) and isinstance(new, partial):
-        return bool(old.func == new.func)
+        return old.func == new.func and all(map(_are_equal, old.args, new.args))
     if isinstance(old, MethodType) and isinstance(new, MethodType):
         return old == new
     return getattr(old, "__code__", None) is getattr(new, "__code__", None)

@@ -10,19 +10,33 @@ the arrays it reads, ``outputs`` those it writes.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from functools import partial, partialmethod
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import numpy as np
 
 from ..config import this_thread
+from ..errors import GraphError, is_number
 
 OnArrays = TypeVar("OnArrays", bound="ArrayNode")
 Call = TypeVar("Call", bound="PythonCall")
 
 
+NO_VALUE = (
+    "a number that every replay reads again, as Optimizer.number gives it, has no value for Python that runs once: "
+    "compute it in scalar(lambda: ...), or where it decides which kernels run, have guard(key, lambda: ...) return "
+    "what it decides, both of singa_lite.graph.recorder, and read it by value_of(name) there"
+)
+
+
 class Scalar:
     """A number that is read again at every replay: a learning rate, Adam's count, a random stream's counter.
+
+    What is computed of it with numbers and other ones by + - * / and ** is one too; its value is nobody's to read.
 
     Attributes:
         read: called once for each node that has this number, in the order of the tape; it may count.
@@ -47,6 +61,42 @@ class Scalar:
         first, other = copy(self), copy(self)
         first.read, other.read = read, lambda: last[0]
         return first, other
+
+    def _with(self, function: Callable[..., Any], *others: Any, is_right: bool = False) -> Any:
+        """Return a Scalar of ``function`` of this and ``others``; NotImplemented for Tensors, GraphError for arrays."""
+        if any(isinstance(other, np.ndarray) for other in others):
+            self._refuse()
+        if not all(isinstance(other, Scalar) or is_number(other) for other in others):
+            return NotImplemented
+        numbers = (*others, self) if is_right else (self, *others)
+        new = copy(self)
+        new.read = new.source = partial(_computed, function, *numbers)
+        new.value = function(*(each.value if isinstance(each, Scalar) else each for each in numbers))
+        return new
+
+    def _refuse(self, *others: object) -> NoReturn:
+        raise GraphError(NO_VALUE)
+
+    __add__ = partialmethod(_with, operator.add)
+    __radd__ = partialmethod(_with, operator.add, is_right=True)
+    __sub__ = partialmethod(_with, operator.sub)
+    __rsub__ = partialmethod(_with, operator.sub, is_right=True)
+    __mul__ = partialmethod(_with, operator.mul)
+    __rmul__ = partialmethod(_with, operator.mul, is_right=True)
+    __truediv__ = partialmethod(_with, operator.truediv)
+    __rtruediv__ = partialmethod(_with, operator.truediv, is_right=True)
+    __pow__ = partialmethod(_with, operator.pow)
+    __rpow__ = partialmethod(_with, operator.pow, is_right=True)
+    __neg__ = partialmethod(_with, operator.neg)
+    __bool__ = __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    __array_ufunc__ = None  # so that numpy leaves the operators to this class, and makes no array of objects
+
+
+def _computed(function: Callable[..., Any], *numbers: Any) -> Any:
+    """Return ``function`` of numbers, of Scalars of what they read now."""
+    return function(*(each.read() if isinstance(each, Scalar) else each for each in numbers))
 
 
 class ArrayNode:

@@ -29,13 +29,22 @@ from ..tensor.core import check_tensor, set_grads_fresh
 from ..tensor.pytree import leaves
 from ..users_line import warn
 from .arguments import comparable, description_of, make
-from .checks import as_pairs, check_arrays, check_not_wrapped, check_pair, check_steps, unique_names
+from .checks import (
+    as_pairs,
+    check_arrays,
+    check_initialized,
+    check_not_wrapped,
+    check_pair,
+    check_steps,
+    unique_names,
+)
 from .overrides import (
     ON_HOST,
     UNRECORDABLE,
     is_of_package,
     on_host,
     replaced_methods,
+    runs_later,
     unrecordable,
     updates_in,
 )
@@ -50,8 +59,9 @@ NOT_UPDATED = (
     "gradients; call optimizer(loss) instead of both, or optimizer.update(p, p.grad) for each parameter before step()"
 )
 NOT_SAVED = (
-    "{}: the Tensors in {} are not in its states: they are not saved, and not compared over ranks; name them in "
-    "slot_names and keep them by self.slots(param), or write get_states and set_states, unless no later step needs them"
+    "{}: the Tensors and arrays in {} are not in its states: they are not saved, and not compared over ranks; name "
+    "them in slot_names and keep them by self.slots(param), or write get_states and set_states, unless no later step "
+    "needs them"
 )
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = (
@@ -78,8 +88,9 @@ class Optimizer:
 
     A subclass writes ``update_all(pairs)``, or as in SINGA ``apply(name, value, grad)``, which is called for each
     parameter. In a recorded step their Python runs at every replay, unless the class sets ``is_recordable = True``:
-    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``. The same holds
-    for what it inherits from classes that are not optimizers. With a function set as an attribute instead of a method,
+    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``; an attribute
+    that decides which kernels run needs ``guard``, as SGD's ``nesterov``. The same holds for what it inherits from
+    classes that are not optimizers. With a function set as an attribute instead of a method,
     recorded steps run eagerly.
 
     Attributes that are schedules, such as ``lr``, can be set to a number or another schedule between steps; recorded
@@ -104,10 +115,16 @@ class Optimizer:
     lr = ScheduleAttribute()
     _unnamed: tuple[int, ...] | None = None  # see ``unnamed``
     _has_updated = False  # by kernels, since the last ``step``
-    _has_warned = False  # of Tensors that are not saved
+    _has_warned = False  # of Tensors and arrays that are not saved
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
+        for name in (*ON_HOST, *UNRECORDABLE):
+            if runs_later(getattr(cls, name, None)):
+                raise OptionError(
+                    f"{cls.__name__}: {name} is a generator or a coroutine, which calling does not run; write it "
+                    "without yield and async"
+                )
         if vars(cls).get("is_recordable", False):
             return
         inherited = []
@@ -176,8 +193,7 @@ class Optimizer:
                 raise OptionError(f"{type(self).__name__}: prepare: {name} must be a dict, not {values!r}")
             for value in values.values():
                 check_tensor(f"{type(self).__name__}: prepare", value)
-        if "_names" not in vars(self):
-            raise OptionError(f"{type(self).__name__}: its __init__ must call super().__init__(lr) first")
+        check_initialized(self)
         for name, param in params.items():
             param.name = self._names[param] = name
             self.slots(param)
@@ -517,7 +533,8 @@ class Optimizer:
         """Return what a checkpoint keeps: "step_counter", and "<parameter>:<slot>" for every slot.
 
         Parameters are called by name, and by the order in which they were first updated where names repeat. Warns,
-        once, of other Tensors in attributes, such as SINGA's ``moments`` by name.
+        once, of other Tensors and numpy arrays in attributes, such as SINGA's ``moments`` by name, unless a subclass
+        writes this method: then it calls this one and adds its own, which its ``set_states`` takes out.
         """
         break_graph("it reads an optimizer's states, which a replay would not do")
         if not self._has_warned and type(self).get_states is Optimizer.get_states:
@@ -531,21 +548,20 @@ class Optimizer:
         return {"step_counter": np.array(self._step_counter), **states}
 
     def _warn_of_unsaved(self) -> None:
-        """Warn of attributes with Tensors that are neither parameters nor slots."""
+        """Warn of attributes with numpy arrays, or with Tensors that are neither parameters nor slots."""
         known = {
             *self._slots,
             *self._names,
             *(slot for each in self._slots.values() for slot in each.values()),
         }
 
-        def is_parameter(tensor: Tensor) -> bool:  # clones store gradients too
-            return tensor.stores_grad and not self._parameters
+        def is_known(leaf: Any) -> bool:  # clones store gradients too
+            return isinstance(leaf, Tensor) and (leaf in known or (leaf.stores_grad and not self._parameters))
 
         unsaved = [
             name
             for name, value in vars(self).items()
-            if name not in OWN_ATTRIBUTES
-            and not all(tensor in known or is_parameter(tensor) for tensor in leaves(value))
+            if name not in OWN_ATTRIBUTES and not all(map(is_known, leaves(value, (Tensor, np.ndarray))))
         ]
         if unsaved:
             vars(self)["_has_warned"] = True
@@ -559,7 +575,7 @@ class Optimizer:
                 possible one; nothing was changed.
         """
         check_arrays(type(self).__name__, states)
-        mine = self.get_states()
+        mine = Optimizer.get_states(self)  # not what a subclass's adds, which its set_states takes
         missing, unknown = sorted(set(mine) - set(states)), sorted(set(states) - set(mine))
         if unknown and not self._slots:
             raise CheckpointError(
@@ -569,8 +585,8 @@ class Optimizer:
         if missing or unknown:
             raise CheckpointError(
                 f"{type(self).__name__}: the states lack {missing} and have unknown {unknown}; an optimizer of another "
-                "kind, or of other parameters, has made them. For the model's alone call load_states before "
-                "set_optimizer"
+                "kind, or of other parameters, has made them, or a subclass whose set_states does not take what its "
+                "get_states adds. For the model's alone call load_states before set_optimizer"
             )
         for key, value in mine.items():
             if value.shape != states[key].shape or value.dtype != states[key].dtype:

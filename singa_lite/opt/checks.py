@@ -34,12 +34,18 @@ def check_not_wrapped(where: str, optimizer: object) -> None:
     guard((id(optimizer), "is wrapped"), lambda: wrapper() is not None)
 
 
-def check_arrays(where: str, states: object) -> None:
-    """Raise CheckpointError unless ``states`` are numpy arrays by name."""
+def check_initialized(optimizer: object) -> None:
+    """Raise OptionError for an optimizer whose ``__init__`` does not call that of ``Optimizer``."""
+    if "_names" not in vars(optimizer):
+        raise OptionError(f"{type(optimizer).__name__}: its __init__ must call super().__init__(lr) first")
+
+
+def check_arrays(where: str, states: object, kinds: type | tuple[type, ...] = np.ndarray) -> None:
+    """Raise CheckpointError unless ``states`` are numpy arrays, or of other ``kinds``, by name."""
     if not isinstance(states, Mapping):
         raise CheckpointError(f"{where}: expected states by name, got {type(states).__name__}")
     for name, value in states.items():
-        if not isinstance(name, str) or not isinstance(value, np.ndarray):
+        if not isinstance(name, str) or not isinstance(value, kinds):
             raise CheckpointError(
                 f"{where}: state {name!r} must be a numpy array, not {type(value).__name__}"
             )

@@ -37,7 +37,7 @@ from ..tensor import Tensor
 from .accumulate import PREFIX, GradientSums
 from .arguments import argument_names
 from .base import Optimizer, Pairs
-from .checks import as_pairs, check_arrays, check_pair
+from .checks import as_pairs, check_arrays, check_initialized, check_pair
 from .consistency import Consistency
 from .dist_arguments import check_messages, check_spars, check_updates, check_values
 from .fixed_order import COMMON, THREADS, FixedOrderSums, check_draws, place_streams, threads_of
@@ -691,11 +691,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
 
 def _check_opt(opt: object) -> None:
-    """Raise OptionError unless ``opt`` is an optimizer, and no DistOpt."""
+    """Raise OptionError unless ``opt`` is an optimizer that was initialized, and no DistOpt."""
     if isinstance(opt, DistOpt):
         raise OptionError("DistOpt: opt is a DistOpt already; give the optimizer itself, for example SGD()")
     if not isinstance(opt, Optimizer):
         raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
+    check_initialized(opt)
 
 
 def _fixed_wire_dtype(kind: type[Scheme]) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, ItemsView, Iterator
 from functools import wraps
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from typing import Any
 
 from .. import autograd
@@ -42,6 +43,12 @@ OF_STEPS_BY_HAND = (
     "update_pairs",
     "apply",
 )
+
+
+def runs_later(function: object) -> bool:
+    """Return whether a call of ``function`` makes a generator or a coroutine, and runs nothing yet."""
+    code = getattr(function, "__code__", None)
+    return code is not None and bool(code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR))
 
 
 def updates_in(owner: object) -> set[str]:

@@ -137,7 +137,12 @@ class Records:
                             return self._run_postponed(kind, record, model, arguments, options)
                         record.num_left -= 1
                         record.num_replays += 1
-                        return record.replay(tensors)
+                        # as ``run_train_one_batch``, for Python of the step that calls the model
+                        outer, this_thread.model = this_thread.model, model
+                        try:
+                            return record.replay(tensors)
+                        finally:
+                            this_thread.model = outer
                 if self._may_record(kind, tensors):
                     if not kind.is_checked and self._share_memory(model, tensors):
                         return self._note_writes(kind, model, arguments, options)

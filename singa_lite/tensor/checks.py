@@ -11,7 +11,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..dtypes import bfloat16, is_float
-from ..errors import DTypeError, ShapeError, is_number
+from ..errors import DTypeError, GraphError, ShapeError, is_number
+from ..graph.nodes import NO_VALUE, Scalar
 
 __all__ = [
     "DTYPES",
@@ -128,7 +129,12 @@ def is_number_or_bool(value: object) -> TypeGuard[float]:
 
 
 def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it."""
+    """Return a number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it.
+
+    GraphError: it is one that every replay reads again.
+    """
+    if isinstance(value, Scalar):
+        raise GraphError(f"{where}: {NO_VALUE}")
     if not is_number_or_bool(value):
         raise DTypeError(
             f"{where}: expected a Tensor or a number, got {type(value).__name__}; wrap arrays with from_numpy"

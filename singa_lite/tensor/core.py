@@ -30,6 +30,7 @@ from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeErro
 from ..graph.buffer import note_replaced
 from ..graph.changes import note_change
 from ..graph.memory import address_of
+from ..graph.nodes import Scalar
 from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
 from ..graph.rounded import expose
 from .checks import (
@@ -729,9 +730,9 @@ class Tensor:
         return compare(self, other, "greater_equal")
 
     def __eq__(self, other: object) -> Any:  # Any: element-wise for tensors and numbers, else False
-        if not isinstance(other, Tensor) and not is_number_or_bool(other):
+        if not isinstance(other, (Tensor, Scalar)) and not is_number_or_bool(other):
             return False
-        return compare(self, other, "equal")
+        return compare(self, other, "equal")  # type: ignore[arg-type]
 
     def __ne__(self, other: object) -> Any:  # Any: element-wise for tensors and numbers, else True
         is_equal = self == other
@@ -765,6 +766,8 @@ def to_numpy(t: Tensor | np.ndarray) -> np.ndarray:
 def number_array(where: str, value: object, like: Tensor) -> Any:
     """Return a raw scalar of ``like``'s dtype and backend; DTypeError for what is not a number or does not fit."""
     try:
+        if isinstance(value, Scalar):
+            return _read_again(where, value, like.device, like.dtype)
         return like.device.backend.asarray(convert_number(where, value, like.dtype))
     except AttributeError:
         check_tensor(where, like)
@@ -827,11 +830,22 @@ def _python_number(array: np.ndarray) -> Number:
 
 def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
     """The raw array of ``other``; a number becomes one of ``tensor``'s dtype, or of float32 beside 16 bits."""
+    if isinstance(other, Scalar):
+        return _read_again(where, other, tensor.device, accumulation_dtype(tensor.dtype))
     if not isinstance(other, Tensor):
         value = convert_number(where, other, accumulation_dtype(tensor.dtype))
         return tensor.device.backend.asarray(value)
     check_alike(where, tensor, other)
     return other.array
+
+
+def _read_again(where: str, number: Scalar, device: Device, dtype: np.dtype[Any]) -> Any:
+    """Return a raw scalar that every replay fills again; GraphError but for float32 and float64."""
+    if dtype.char not in "fd":
+        convert_number(where, number, dtype)
+    array = device.backend.empty((), dtype)
+    device.backend.run("fill", out=array, value=number)
+    return array
 
 
 def _widened(tensor: Tensor, other: Tensor | Number, where: str) -> tuple[Tensor, Tensor | Number]:

@@ -680,3 +680,9 @@ def test_names_of_parameters_are_unique_whatever_their_own_are() -> None:
         assert list(unique_names(params[:2]).values()) == list(names.values())[:2]
     with pytest.raises(OptionError, match="must be text"):
         unique_names([Tensor((1,), name="W"), Tensor((1,), name="W\ud800")])
+
+
+@pytest.mark.parametrize("share", [None, "0.1", 0, 1.5, float("nan")])
+def test_a_share_of_elements_that_is_none_is_an_error_with_its_range(share):
+    with pytest.raises(OptionError, match=rf"^sparseTopK: spars = {share!r} must be in \(0, 1\]"):
+        opt.DistOpt(opt.SGD(0.1)).sparsification(Tensor((4,)), None, share, True)

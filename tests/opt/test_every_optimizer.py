@@ -846,6 +846,26 @@ def test_an_optimizer_whose_constructor_was_not_called_says_so() -> None:
 
     with pytest.raises(OptionError, match=r"Mine: its __init__ must call super\(\).__init__\(lr\) first"):
         Mine().prepare({"w": Tensor((2,))}, {})
+    with pytest.raises(OptionError, match=r"Mine: its __init__ must call super\(\).__init__\(lr\) first"):
+        opt.DistOpt(Mine(), communicator=LocalCommunicator(World()))
+
+
+@pytest.mark.parametrize("name", ["update_all", "apply", "step"])
+def test_an_update_that_calling_does_not_run_is_refused_where_the_class_is_defined(name):
+    def generator(self, *arguments):
+        yield
+
+    async def coroutine(self, *arguments):
+        pass
+
+    for method in (generator, coroutine):
+        for bases, written in (
+            ((opt.SGD,), {name: method}),
+            ((type("Mixin", (), {name: method}), opt.SGD), {}),
+        ):
+            with pytest.raises(OptionError, match=f"^Mine: {name} is a generator or a coroutine"):
+                type("Mine", bases, written)
+    type("Mine", (opt.SGD,), {name: lambda self, *arguments: None})
 
 
 class MomentsByName(opt.Optimizer):
@@ -867,6 +887,25 @@ class Saves(MomentsByName):
         return super().get_states() | {name: to_numpy(value) for name, value in self.moments.items()}
 
 
+class Arrays(MomentsByName):
+    """Keeps its moments as numpy arrays."""
+
+    def apply(self, name, value, grad):
+        moment = self.moments.setdefault(name, np.zeros(value.shape, np.float32))
+        moment += to_numpy(grad)
+        value.copy_from_numpy(to_numpy(value) - np.float32(0.1) * moment)
+
+
+class SavesArrays(Arrays):
+    def get_states(self):
+        return super().get_states() | {f"moments:{name}": value for name, value in self.moments.items()}
+
+    def set_states(self, states):
+        mine = {name for name in states if name.startswith("moments:")}
+        super().set_states({name: value for name, value in states.items() if name not in mine})
+        self.moments = {name.removeprefix("moments:"): states[name].copy() for name in mine}
+
+
 class InSlots(MomentsByName):
     slot_names = ("moment",)
 
@@ -884,7 +923,9 @@ class Clones(MomentsByName):
         value -= grad * self.lr_value
 
 
-@pytest.mark.parametrize("kind", [MomentsByName, Clones, Saves, InSlots, opt.SGD, opt.Adam])
+@pytest.mark.parametrize(
+    "kind", [MomentsByName, Clones, Arrays, Saves, SavesArrays, InSlots, opt.SGD, opt.Adam]
+)
 def test_tensors_that_are_not_saved_are_warned_of_once(kind, tmp_path):
     sgd, net = kind(), Pair(layer.Linear(4), layer.Linear(4))
     x = Tensor(data=np.random.default_rng(0).random((8, 4)))
@@ -898,12 +939,36 @@ def test_tensors_that_are_not_saved_are_warned_of_once(kind, tmp_path):
             net.save_states(tmp_path / "states.zip")
             opt.DistOpt(sgd, communicator=LocalCommunicator(World())).get_states()
     texts = [str(each.message) for each in caught]
-    if kind not in (MomentsByName, Clones):
+    if kind not in (MomentsByName, Clones, Arrays):
         assert texts == []
         return
     (text,) = texts
     assert (
-        text.startswith(f"{kind.__name__}: the Tensors in moments are not in its states")
+        text.startswith(f"{kind.__name__}: the Tensors and arrays in moments are not in its states")
         and "slot_names" in text
     )
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_states_that_a_subclass_adds_are_loaded(is_fresh, tmp_path):
+    x, values = Tensor(data=np.random.default_rng(0).random((8, 4))), []
+    for is_resumed in (False, True):
+        net = Pair(layer.Linear(4), layer.Linear(4))
+        x.device.SetRandSeed(1)
+        net.set_optimizer(SavesArrays())
+        net.compile([x])
+        net(x)
+        if is_resumed:
+            net.save_states(tmp_path / "states.zip")
+            if is_fresh:
+                net = Pair(layer.Linear(4), layer.Linear(4))
+                net.set_optimizer(SavesArrays())
+                net.compile([x])
+            else:
+                net(x)
+            net.load_states(tmp_path / "states.zip")
+        net(x)
+        values.append({name: to_numpy(param) for name, param in net.get_params().items()})
+    for name, value in values[0].items():
+        np.testing.assert_array_equal(value, values[1][name])

@@ -556,3 +556,31 @@ def test_a_step_of_a_dist_opts_own_is_part_of_its_calls_in_replays() -> None:
         net(*batch(step))
     assert [info.break_reason for info in net.graph_info()] == [None]
     assert net.optimizer.step_counter == 4
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("method", ["step", "update_all"])
+def test_an_optimizer_that_calls_the_model_is_an_error_in_replays_too(method: str, use_graph: bool) -> None:
+    calls: list[int] = []
+
+    class Calls(opt.SGD):
+        def step(self) -> None:
+            super().step()
+            self.call_model("step")
+
+        def update_all(self, pairs: Any) -> None:
+            super().update_all(pairs)
+            self.call_model("update_all")
+
+        def call_model(self, where: str) -> None:
+            if where == method:
+                calls.append(len(calls))
+                if len(calls) == STEPS:
+                    self.net(*batch(0))
+
+    sgd = Calls(0.1)
+    with pytest.raises(GraphError, match="its step calls the model, which would train it; call forward"):
+        trained(sgd, use_graph)
+    assert len(calls) == STEPS
+    sgd.net.graph(False)
+    sgd.net(*batch(0))  # so the thread is in no step
