@@ -105,9 +105,8 @@ class JobState:
 
 def state_of(model: Model) -> JobState:
     """Return what is known of the job checkpoints of ``model``."""
-    if (
-        id(model) not in state.jobs
-    ):  # not the model itself, as a script's may be equal to another, or have no hash
+    # by id, as a script's model may be equal to another, or have no hash
+    if id(model) not in state.jobs:
         weakref.finalize(model, state.jobs.pop, id(model), None)
         state.jobs[id(model)] = JobState()
     found: JobState = state.jobs[id(model)]

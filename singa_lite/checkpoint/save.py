@@ -137,9 +137,8 @@ def _compare(everyone: list[Json], model: Model | None) -> None:
 
 def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
     """Make the folder of a new generation; return it and its number."""
-    pending = [
-        each.saving for each in list(state.jobs.values()) if each is not job and each.saving is not None
-    ]
+    others = [each for each in list(state.jobs.values()) if each is not job]
+    pending = [each.saving for each in others if each.saving is not None]
     if any(
         os.path.realpath(each.path.parent) == os.path.realpath(folder) for each in pending if not each.is_over
     ):
