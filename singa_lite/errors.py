@@ -100,7 +100,7 @@ def check_text(where: str, name: str, value: object) -> str:
 def check_int(where: str, name: str, value: object, smallest: int) -> int:
     """Return ``value`` as an int; ``OptionError`` unless it is a whole number (no bool, no float) >= ``smallest``."""
     if not is_number(value, Integral) or value < smallest:  # type: ignore[operator]
-        raise OptionError(f"{where}: {name} = {_text_of(value)} must be an int >= {smallest}")
+        raise OptionError(f"{where}: {name} = {repr_of(value)} must be an int >= {smallest}")
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
@@ -120,14 +120,14 @@ def check_number(
 ) -> float:
     """Return ``value`` as a float; ``OptionError`` unless it is a number in lowest .. highest, both included."""
     if not is_number(value) or not lowest <= value <= highest:  # type: ignore[operator]
-        raise OptionError(f"{where}: {name} = {_text_of(value)} must be a number in {lowest} .. {highest}")
+        raise OptionError(f"{where}: {name} = {repr_of(value)} must be a number in {lowest} .. {highest}")
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:  # of an int
-        raise OptionError(f"{where}: {name} = {_text_of(value)} is too large for a float") from None
+        raise OptionError(f"{where}: {name} = {repr_of(value)} is too large for a float") from None
 
 
-def _text_of(value: object) -> str:
+def repr_of(value: object) -> str:
     """Return the text of a value; of an int with more digits than Python makes texts of, how long it is."""
     try:
         return repr(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,10 @@ class Run:
         self.recorder.take_inputs([tensor.array for tensor in inputs])
         self.device = inputs[0].device if inputs else get_default_device()
         self.attributes = Attributes(model)
-        self.recorder.around_host = self._around_host
         before = self.attributes.before.values()
         self.variables = Variables([layer for _, layer in layers_of(model)], before, (arguments, options))
+        # no method of this object, whose memory would be free at the next garbage collection only
+        self.recorder.around_host = partial(_around_host, self.recorder, self.attributes, self.variables)
         self.held = {*self.variables.tensors, *(id(each) for found in before for each in found.tensors)}
         self.changes_containers = False
         if self.variables.compares_identities and not self.held.isdisjoint(map(id, given.given)):
@@ -105,11 +107,6 @@ class Run:
                 self.recorder.break_graph(KEPT)
                 self.results.share_memory(self.result)
                 self.attributes.share_memory()
-
-    def _around_host(self) -> AbstractContextManager[None]:
-        """Make the context in which Python runs that replays run too; it must find what it would find in a replay."""
-        self.variables.note_changed()
-        return self.attributes.watched_while_recorded(self.recorder)
 
     def _run(self, model: Any, given: Arguments, arenas: list[Any]) -> Any:
         """Return the step's result, and have its tape; what it does to its arguments is done to the caller's, too."""
@@ -196,6 +193,14 @@ class Results:
         """Give the Tensors in ``result``, which ``new`` returned, the memory of those of the step."""
         for clone, kept in zip(leaves(result), self._kept, strict=True):
             clone.array = kept.array
+
+
+def _around_host(
+    recorder: Recorder, attributes: Attributes, variables: Variables
+) -> AbstractContextManager[None]:
+    """Return the context in which Python runs that replays run too; it must find what it would find in a replay."""
+    variables.note_changed()
+    return attributes.watched_while_recorded(recorder)
 
 
 def _numbers(value: Any) -> list[float]:

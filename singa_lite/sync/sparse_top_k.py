@@ -7,17 +7,17 @@ import math
 from dataclasses import dataclass
 
 from ..comm.work import Work
-from ..errors import OptionError, check_choice, check_number, is_number
+from ..errors import OptionError, check_choice, is_number, repr_of
 from .buckets import Bucket, Exchange
 from .sparse import VALUES, SparseMessage, SparseSync
 
 
 def check_share(where: str, name: str, share: float) -> None:
     """Raise OptionError unless 0 < share <= 1."""
-    if is_number(share):
-        check_number(where, name, share)  # an int may have more digits than Python shows
     if not is_number(share) or not 0.0 < share <= 1.0:
-        raise OptionError(f"{where}: {name} = {share!r} must be in (0, 1], the share of elements to send")
+        raise OptionError(
+            f"{where}: {name} = {repr_of(share)} must be in (0, 1], the share of elements to send"
+        )
 
 
 def count_of_share(share: float, n: int) -> int:
