@@ -42,6 +42,11 @@ PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WAITED = 2  # from this distance to the cause on, another rank has failed, and which is not known
+# in a CommError that tells only of another rank; that one may itself have ended as it waited for a third
+OF_ANOTHER = re.compile(
+    rb"\b(waited|within) [0-9.e+]+ s\b|\) died\b| has died; |has closed its (communicator|messenger)"
+    rb"| before all ranks (had joined|were there)|rank 0 aborted making it"
+)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -251,8 +256,8 @@ def _give_up(job: dict[str, Any], reason: str) -> int:
 def distance_of(line: bytes) -> int | None:
     """Return how far the error on a line of output is from the cause of a job's end; None if the line has no error.
 
-    0 for an error of the rank itself or of its thread; 1 for a CommError, mostly as another rank has ended, or for a
-    CheckpointError of another rank; WAITED for a CommError after waiting for another rank; more for one that repeats
+    0 for an error of the rank itself or of its thread; 1 for another CommError, or for a CheckpointError of another
+    rank; WAITED for a CommError after waiting for another rank, or as another has ended; more for one that repeats
     another's.
     """
     if line.startswith(b"Traceback (most recent call"):  # whose last line follows
@@ -265,8 +270,7 @@ def distance_of(line: bytes) -> int | None:
         return 0
     if b"aborted: " in line:
         return WAITED + 1
-    has_waited = re.search(rb"\b(waited|within) [0-9.e+]+ s\b", line)
-    return WAITED if has_waited else 1
+    return WAITED if OF_ANOTHER.search(line) else 1
 
 
 def last_state(line: bytes) -> bytes:

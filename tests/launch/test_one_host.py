@@ -213,7 +213,18 @@ def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypa
         ("{0}CommError: rank 0: x: this rank aborted: thread 'Thread-1': ValueError: no more", 0),
         ("RuntimeError: the download was aborted: no network", 0),
         ("{0}CheckpointError: x: fsck of disk failed: 3", 0),
-        ("{0}CommError: rank 2: x: rank 1 died: its process ended", 1),
+        ("{0}CommError: rank 2: x: rank 1 (process 4711) died", 2),
+        (
+            "{0}CommError: rank 2: x: rank 1 has closed its communicator: it ended, or made fewer calls than this",
+            2,
+        ),
+        (
+            "{0}CommError: shm: rank 2, /dev/shm/x: rank 1 (process 4711) ended with exit code 1 before all ranks had "
+            "joined",
+            2,
+        ),
+        ("{0}CommError: shm: rank 2, /dev/shm/x: rank 1 (process 4711) ended before all ranks were there", 2),
+        ("{0}CommError: shm: rank 2, /dev/shm/x: rank 0 aborted making it; see its error", 2),
         ("{0}CommError: my storage server does not answer", 1),
         ("{0}CommError: connect: thread 'loader': no file; this process does not join", 1),
         ("{0}CheckpointError: save_job: rank 1 failed: no space", 1),

@@ -496,9 +496,13 @@ def test_a_rank_that_fails_of_itself_is_left_out_whatever_it_prints(tmp_path, wa
 HANGS = "if number < 2 and rank == 0:\n    time.sleep(600)\n"
 
 
-def test_no_rank_is_left_out_for_one_that_hangs_before_its_first_step(tmp_path):
+@pytest.mark.parametrize(
+    "delay_s", [0, 1]
+)  # 1: rank 2 does not wait for its 2 s but learns that rank 1 has ended
+def test_no_rank_is_left_out_for_one_that_hangs_before_its_first_step(tmp_path, delay_s):
+    late = f"if rank == 2:\n    time.sleep({delay_s})\n"
     options = ["--timeout-s", "2", "--max-restarts", "2", "--min-ranks", "1"]
-    result = run_restarting(tmp_path, HANGS + STEPS, *options)
+    result = run_restarting(tmp_path, late + HANGS + STEPS, *options)
     assert result.returncode == 0, result.stderr
     assert rounds_in(tmp_path) == {number: {0, 1, 2} for number in range(3)}
     assert result.stderr.count("with 3 ranks") == 2
