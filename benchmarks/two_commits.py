@@ -6,8 +6,9 @@
     python benchmarks/two_commits.py ~/before --models mlp --rounds 40
 
 Each checkout runs with the Python of its ``.venv-test``; all processes are interleaved, and the first round is not
-counted. Half of the rounds are of processes started in the other order. Printed: median step times, this checkout's as
-a share of the other's, and the same of the imports of a script that trains.
+counted. The processes are started several times, every second time in the other order, as where a process has its
+memory changes its steps by a few per cent for as long as it runs. Printed: median step times, this checkout's as a
+share of the other's, and the same of the imports of a script that trains.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=["cnn", "mlp", "resnet20", "resnet18"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--ranks", type=int, default=2, help="of the CNN by DistOpt; 0 leaves that out")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds that count, half in each order")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds that count, of all starts")
+    parser.add_argument("--starts", type=int, default=6, help="how often both are started")
     parser.add_argument("--steps", type=int, default=10, help="steps in a round")
     arguments = parser.parse_args()
     print(machine(), flush=True)
@@ -73,10 +75,10 @@ def import_ms(checkout: Path) -> float:
 def report(name: str, start: partial[Group], arguments: argparse.Namespace) -> None:
     starts = {"before": partial(start, arguments.before), "now": partial(start, HERE)}
     times: dict[str, list[float]] = {"before": [], "now": []}
-    for order in (list(starts), list(reversed(starts))):  # what starts second is 1 to 2 % slower
-        found = time_interleaved(
-            {each: starts[each] for each in order}, arguments.rounds // 2, arguments.steps
-        )
+    for number in range(arguments.starts):
+        order = sorted(starts, reverse=bool(number % 2))  # what starts second is 1 to 2 % slower
+        rounds = -(-arguments.rounds // arguments.starts)
+        found = time_interleaved({each: starts[each] for each in order}, rounds, arguments.steps)
         for each, values in found.items():
             times[each] += values
     show(name, times)

@@ -10,13 +10,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-STATE, PARENT, GROUP, SESSION, START_TIME = (
-    0,
-    1,
-    2,
-    3,
-    19,
-)  # of ``stat_fields``; the start in the kernel's ticks
+# of ``stat_fields``; the start in the kernel's ticks
+STATE, PARENT, GROUP, SESSION, START_TIME = 0, 1, 2, 3, 19
 
 
 def stat_fields(pid: int | str) -> list[str]:

@@ -36,7 +36,8 @@ NO_VALUE = (
 class Scalar:
     """A number that is read again at every replay: a learning rate, Adam's count, a random stream's counter.
 
-    What is computed of it with numbers and other ones by + - * / and ** is one too; its value is nobody's to read.
+    What is computed of it with numbers and other ones, by + - * / // % ** and abs, is one too; its value is nobody's to
+    read.
 
     Attributes:
         read: called once for each node that has this number, in the order of the tape; it may count.
@@ -85,9 +86,14 @@ class Scalar:
     __rmul__ = partialmethod(_with, operator.mul, is_right=True)
     __truediv__ = partialmethod(_with, operator.truediv)
     __rtruediv__ = partialmethod(_with, operator.truediv, is_right=True)
+    __floordiv__ = partialmethod(_with, operator.floordiv)
+    __rfloordiv__ = partialmethod(_with, operator.floordiv, is_right=True)
+    __mod__ = partialmethod(_with, operator.mod)
+    __rmod__ = partialmethod(_with, operator.mod, is_right=True)
     __pow__ = partialmethod(_with, operator.pow)
     __rpow__ = partialmethod(_with, operator.pow, is_right=True)
     __neg__ = partialmethod(_with, operator.neg)
+    __abs__ = partialmethod(_with, operator.abs)
     __bool__ = __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __eq__ = __ne__ = _refuse  # type: ignore[assignment]
     __hash__ = object.__hash__

@@ -30,6 +30,11 @@ OWN_STEP = (
     "DistOpt: the optimizer's step counter has changed since the last update by hand without DistOpt.step(), so the "
     "ranks were not compared; end a step by hand with DistOpt.step(), not with step() of the optimizer inside"
 )
+NOT_SUMMED = (
+    "DistOpt: this update by hand is made by a gradient of this rank alone, as the communicator has sent nothing since "
+    "training or the step began, so the ranks' parameters drift apart; call all_reduce(grad) of the DistOpt before "
+    "update(param, grad), or the DistOpt itself, optimizer(loss)"
+)
 HALF_MADE = (
     "DistOpt: an exception ended the update of step {}. What {} keeps of gradients may have changed already; load "
     "states that were saved before that step to go on as if nothing had happened"
@@ -71,6 +76,8 @@ class Consistency:
         self.updating: Scheme | None = None
         self.steps_by_hand: int | None = None
         self._is_loaded = False  # states, and not compared yet
+        # bytes sent until a Model was prepared, or the last step by hand ended; None: neither yet
+        self._sent_before: int | None = None
         self._called: dict[Tensor, str] = {}  # names that the script or a Model has given
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
         # hashes of what these were before; None once the ranks have compared them, or if there is one rank
@@ -91,12 +98,22 @@ class Consistency:
         """Mark ``params``, which no call has seen, to be compared too from now on; called before they change."""
         if self.steps_by_hand not in (None, dist.opt._step_counter) and not self._communicator.is_alone:
             warn(OWN_STEP)
+        self.check_summed()
         self.steps_by_hand = dist.opt._step_counter
         new = [param for param in params if param not in self._by_hand]
         self._by_hand |= dict.fromkeys(new)
         if self._first_values is not None:
             with unrecorded():
                 self._first_values += [digest_of(param) for param in new if param not in self.names]
+
+    def check_summed(self) -> None:
+        """Warn if nothing was sent in this step: then no gradient is a sum over the ranks."""
+        if self._sent_before == self._communicator.traffic.bytes_payload and not self._communicator.is_alone:
+            warn(NOT_SUMMED)
+
+    def step_begins(self) -> None:
+        """Note what was sent before the step that begins."""
+        self._sent_before = self._communicator.traffic.bytes_payload
 
     def called(self, params: Mapping[str, Tensor]) -> None:
         """Take over names of parameters, equal on all ranks, before the first call has seen them."""
@@ -113,6 +130,7 @@ class Consistency:
             dist.broadcast(states | self._used_slots(dist, params))
         self._called |= {param: name for name, param in params.items()}
         self.names = unique_names(dict.fromkeys([*self.names, *by_name(params)]), self._called)
+        self.step_begins()
 
     def register(self, dist: Compared, params: list[Tensor]) -> None:
         """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""

@@ -40,7 +40,8 @@ from .base import Optimizer, Pairs
 from .checks import as_pairs, check_arrays, check_initialized, check_pair
 from .consistency import Consistency
 from .dist_arguments import check_messages, check_spars, check_updates, check_values
-from .fixed_order import COMMON, THREADS, FixedOrderSums, check_draws, place_streams, threads_of
+from .fixed_order import THREADS, FixedOrderSums, threads_of
+from .microbatch_streams import MicrobatchStreams
 from .overrides import warn_of_overrides
 from .schedule import DecayScheduler
 from .sgd import SGD
@@ -170,7 +171,6 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             if check_finite is None
             else FiniteCheck(check_finite, self.communicator, self._drop_update, self.collective_name)
         )
-        self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
         self._num_dropped = 0  # updates left out
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
@@ -179,6 +179,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._thresholds: dict[Scheme, int] = {}  # this object's when a scheme was made
         self._ranks = Consistency(world, self._sums, check_every)
+        self._streams = MicrobatchStreams(world, self._sums, self._ranks) if self.places_streams else None
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
         self._inside, self._between = Traffic(), Traffic()  # of the last step
@@ -285,8 +286,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         check_recorded(loss)
         if type(self) is not DistOpt:
             warn_of_overrides(type(self), DistOpt)
-        if self._order == "fixed":
-            check_draws(self._devices())
+        if self._streams is not None:
+            self._streams.check_draws()
         self._check_sent()
         self._guard_attributes()
         if threshold is not None:
@@ -360,33 +361,19 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         abandon_step()
 
     def _leave_microbatch(self, is_update: bool) -> None:
-        """Set the random stream to a part that all ranks share, at the end of a call's backward pass."""
-        if self._order == "fixed":
-            bookkeep(self._share_streams, is_update)
+        """Set the random streams to a part that all ranks share, at the end of a call's backward pass."""
+        if self._streams is not None:
+            bookkeep(self._streams.share, self._opt, is_update)
 
     def _begin_microbatch(self) -> None:
-        """Set the random stream to that of the next microbatch, but for a Model, which does so before its steps."""
+        """Set the random streams to those of the next microbatch, but for a Model, which does so before its steps."""
         model = this_thread.model
         if model is None or model.optimizer is not self:
             self.place_streams()
 
-    def _share_streams(self, is_update: bool) -> None:
-        call = 0 if is_update else self._sums.num_calls  # of this rank: the update has the same number on all
-        place_streams(self._devices(), self._seeds, COMMON + self._first_microbatch() + call)
-
     def place_streams(self) -> None:
-        if self._order == "fixed":
-            bookkeep(self._place_streams)
-
-    def _place_streams(self) -> None:
-        call = self.communicator.rank * self._sums.num_batches + self._sums.num_calls
-        place_streams(self._devices(), self._seeds, self._first_microbatch() + call)
-
-    def _first_microbatch(self) -> int:
-        return self._opt._step_counter * self.world_size * self._sums.num_batches
-
-    def _devices(self) -> Iterable[Device]:
-        return dict.fromkeys(param.device for param in self._ranks.names)
+        if self._streams is not None:
+            bookkeep(self._streams.place, self._opt)
 
     @property
     def place(self) -> tuple[int | None, int]:  # type: ignore[override]
@@ -481,10 +468,10 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
                 self.communicator, "their threads", threads, "export the same OMP_NUM_THREADS on every rank"
             )
         self._ranks.prepare(self, params, buffers)
-        if self._order == "fixed":
+        if self._streams is not None:
             self.place_streams()
             cure = "call SetRandSeed alike before compile"
-            compare(self.communicator, "their random seeds", self.random_seeds(), cure)
+            compare(self.communicator, "their random seeds", self._streams.seeds_by_name(), cure)
 
     def _register(self, params: list[Tensor]) -> None:
         if self._order == "fixed":
@@ -535,8 +522,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
 
     def states_loaded(self) -> None:
         self._ranks.states_loaded()
-        if self._order == "fixed":
-            self._seeds.clear()  # the checkpoint's go on, which the ranks compare with the states
+        if self._streams is not None:
+            self._streams.states_loaded()  # the checkpoint's seeds go on, which the ranks compare with the states
             self.place_streams()
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
@@ -554,6 +541,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
             bookkeep(self._end_step)
         if self._ranks.check_every is not None:
             host(self._ranks.compare_if_due, self, scheme)
+        if scheme is None:
+            bookkeep(self._ranks.step_begins)
 
     def _end_step(self) -> None:
         self._ranks.steps_by_hand = None
@@ -590,12 +579,8 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         return str(name) if self._number == 1 else f"DistOpt {self._number} {name}".rstrip()
 
     def random_seeds(self) -> dict[str, int]:
-        """Return the seed of each device whose random stream is placed, with order="fixed".
-
-        Ranks have GPUs of other numbers, so these have names by their order.
-        """
-        seeds = enumerate(self._seeds.items())
-        return {f"the seed of device {number}, {device.kind}": seed for number, (device, seed) in seeds}
+        """Return the seed of each device whose random stream is placed, with order="fixed"."""
+        return {} if self._streams is None else self._streams.seeds_by_name()
 
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}
@@ -632,7 +617,12 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         check_pair("DistOpt", param, grad)
         self._begin_by_hand([param])
         grad /= self.world_size
-        self._opt.update(param, grad)
+        self._opt.update_pairs([(param, grad)])
+
+    def check_summed(self) -> None:
+        """Warn of an update by hand, also of the wrapped optimizer alone, in a step that has sent nothing."""
+        if self._ranks.updating is None:
+            self._ranks.check_summed()
 
     def _begin_by_hand(self, params: list[Tensor]) -> None:
         self._check_by_hand()

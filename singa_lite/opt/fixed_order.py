@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes training independent of the number of ranks: sums of a rank's gradients in fixed order, random streams.
+"""Sums of a rank's gradients in fixed order, which have the same bits on any number of ranks.
 
 The tree that these sums are part of is in sync/fixed_order.py, Note [fixed order].
-
-Note [streams of microbatches]: random numbers of a microbatch begin where its number says: counter
-``(update * microbatches + number) << 20`` of the seed that all ranks share. So dropout drops the same elements of a
-sample, whichever rank has it. A microbatch that draws 2**20 times or more runs into the next one's numbers. A stream is
-placed when a step of a Model begins, as something else may have drawn before, and without a Model when the call before
-ends. Behind the backward pass of a call numbers come from a part that all ranks share, COMMON later: so an update that
-draws, and noise that a step adds to parameters behind it, are equal on all ranks, and on any number of them.
 """
 
 from __future__ import annotations
@@ -18,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..device import Device, get_num_threads
+from ..device import get_num_threads
 from ..errors import CheckpointError, OptionError
-from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
+from ..graph.recorder import bookkeep, guard_ahead, steps_since_start
 from ..tensor import Tensor
 from ..tensor.checks import as_dtype
 from ..users_line import warn
@@ -29,8 +22,6 @@ from .accumulate import PREFIX, Gradients, GradientSums
 LEVEL = f"{PREFIX}level/"
 NEEDS = "DistOpt: order='fixed' needs a gradient of every parameter in each microbatch"
 THREADS = "num_threads"  # among the settings of a DistOpt
-DRAWS = 20  # bits of the counter for draws within a microbatch
-COMMON = 1 << 42  # number of the first part that all ranks share
 
 
 class FixedOrderSums(GradientSums):
@@ -150,30 +141,3 @@ def check_threads(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str)
             f"{where}: with order='fixed', {before} threads computed on each rank when it was saved, and here there "
             f"are {now}, which would give other bits; export OMP_NUM_THREADS={before}"
         )
-
-
-def place_streams(devices: Iterable[Device], seeds: dict[Device, int], number: int) -> None:
-    """Go on with each device's random stream where ``number`` begins, see Note [streams of microbatches].
-
-    Devices are added to ``seeds`` at their first time. OptionError: one has got another seed since.
-    """
-    for device in devices:
-        seed, _ = device.get_random_state()
-        if seeds.setdefault(device, seed) != seed:
-            raise OptionError(
-                f"DistOpt: order='fixed': the seed of {device} was {seeds[device]} at first and is {seed} now; set it "
-                "before compile, the same on all ranks"
-            )
-        device.set_random_state((seed, number << DRAWS))
-
-
-def check_draws(devices: Iterable[Device]) -> None:
-    """Raise OptionError if this call's microbatch has drawn from numbers that all ranks share."""
-    with unrecorded():
-        for device in devices:
-            _, counter = device.get_random_state()
-            if counter >> DRAWS >= COMMON and counter % (1 << DRAWS):
-                raise OptionError(
-                    f"DistOpt: order='fixed': since the last call {device} drew from numbers that all ranks share; "
-                    "call place_streams() of the optimizer where a microbatch begins that is not the first of a step"
-                )

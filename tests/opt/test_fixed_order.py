@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,16 @@ class NoisyNet(Net):
         return loss
 
 
+def batches(
+    communicator: Any, sampler: ShardedSampler, num_calls: int, check_finite: str | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of 8 microbatches an update; with `check_finite` the first of the third update is NaN, on rank 0."""
+    for call, indices in zip(range(num_calls), sampler, strict=False):
+        is_bad = check_finite is not None and call == 2 * 8 // communicator.size and communicator.rank == 0
+        images = IMAGES[indices] * np.float32(np.nan if is_bad else 1)
+        yield from_numpy(images), from_numpy(LABELS[indices])
+
+
 @threadpool_limits.wrap(limits=1)
 def noisy(
     communicator: Any,
@@ -216,10 +227,8 @@ def noisy(
     if folder is not None:
         checkpoint.load_job(folder, net, sampler=sampler)
     calls, counters = 8 // communicator.size, set[int]()
-    for call, indices in zip(range(updates * calls), sampler, strict=False):
-        is_bad = check_finite is not None and call == 2 * calls and communicator.rank == 0
-        images = IMAGES[indices] * np.float32(np.nan if is_bad else 1)
-        net(from_numpy(images), from_numpy(LABELS[indices]), always or call % calls == calls - 1)
+    for call, (x, y) in enumerate(batches(communicator, sampler, updates * calls, check_finite)):
+        net(x, y, always or call % calls == calls - 1)
         counters.add(get_default_device().get_random_state()[1])
     if folder is not None:
         checkpoint.save_job(folder, net, sampler=sampler)
@@ -265,12 +274,10 @@ def own_loop(communicator: Any, check_finite: str | None) -> int:
     sgd = opt.DistOpt(Langevin(0.05, 0.9), communicator=communicator, **arguments)
     sgd.prepare(net.get_params(), {})
     sampler = ShardedSampler(NUM_SAMPLES, BATCH, communicator.rank, communicator.size, seed=1, microbatches=8)
-    autograd.training, calls = True, 8 // communicator.size
-    for call, indices in zip(range(5 * calls), sampler, strict=False):
-        is_bad = check_finite is not None and call == 2 * calls and communicator.rank == 0
-        images = IMAGES[indices] * np.float32(np.nan if is_bad else 1)
+    autograd.training = True
+    for x, y in batches(communicator, sampler, 5 * 8 // communicator.size, check_finite):
         with contextlib.suppress(NonFiniteError):
-            sgd(net.loss(net.forward(from_numpy(images)), from_numpy(LABELS[indices])))
+            sgd(net.loss(net.forward(x), y))
     autograd.training = False
     net.set_optimizer(sgd)
     return checksum(net)

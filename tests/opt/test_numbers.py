@@ -74,6 +74,8 @@ def weights(compute: Callable[[Any], Any], use_graph: bool, is_for_tensors: bool
         lambda lr: 0.5**lr,
         lambda lr: 0.01 / lr,
         lambda lr: np.float64(0.5) * lr,
+        lambda lr: abs(-lr) % 0.9 + lr // 1e-4 * 1e-5,
+        lambda lr: 0.5 % (lr + 0.3) + 10 // lr * 1e-3,
     ],
 )
 def test_what_is_computed_of_a_number_is_read_again_at_every_replay(

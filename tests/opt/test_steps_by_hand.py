@@ -196,7 +196,74 @@ def test_the_first_step_by_hand_warns_of_other_values_and_changes_none(case: str
     for rank, (texts, values) in enumerate(run_ranks(steps_without_a_model, 3, case)):
         first = {"other values": rank + 1.0, "may differ": rank, "broadcast": 0.0}.get(case, 1.0)
         np.testing.assert_allclose(values, [[first - 0.3] * 2, [1.7] * 2], rtol=1e-6)
-        assert ["different values" in text for text in texts] == [True] * (case == "other values"), texts
+        told = [
+            text for text in texts if "a gradient of this rank alone" not in text
+        ]  # they are equal on all here
+        assert ["different values" in text for text in told] == [True] * (case == "other values"), texts
+
+
+UPDATES = {
+    "update": lambda sgd, param, grad: sgd.update(param, grad),
+    "apply": lambda sgd, param, grad: sgd.apply(param.name, param, grad),
+    "update_all": lambda sgd, param, grad: sgd.update_all([(param, grad)]),
+    "wrapped": lambda sgd, param, grad: sgd.opt.update(param, grad),
+}
+
+
+class ByHand(Net):
+    """Updates in one of UPDATES, by sums over the ranks or by this rank's gradients."""
+
+    def __init__(self, way: str, sums: bool) -> None:
+        super().__init__("all_reduce")
+        self.way, self.sums = way, sums
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        for param, grad in autograd.backward(loss):
+            if self.sums:
+                self.optimizer.all_reduce(grad)
+            UPDATES[self.way](self.optimizer, param, grad)
+        self.optimizer.step()
+        return loss
+
+
+def told_of_sums(
+    communicator: Communicator, way: str, has_model: bool, use_graph: bool, sums: bool
+) -> tuple[int, bytes]:
+    """In how many steps a rank was told that its gradients are not summed; and the weights."""
+    net = ByHand(way, sums)
+    sgd = opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator)
+    if has_model:
+        net.set_optimizer(sgd)
+    net.compile([batch(0, 0)[0]], use_graph=use_graph)
+    if not has_model:
+        sgd.broadcast(net.get_params())
+        net.optimizer, autograd.training = sgd, True
+    told = 0
+    for step in range(4):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            (net if has_model else net.train_one_batch)(*batch(step, communicator.rank))
+        told += any("a gradient of this rank alone" in str(each.message) for each in found)
+    return told, to_numpy(net.linear.W).tobytes()
+
+
+@slow_but_first("way", UPDATES)
+@pytest.mark.parametrize(
+    ("has_model", "use_graph", "num_told"),
+    [(True, False, 4), (True, True, 1), (False, False, 3)],
+    ids=["eager", "recorded", "without a model"],
+)
+def test_updates_by_gradients_that_are_not_summed_are_warned_of(
+    has_model: bool, use_graph: bool, num_told: int, way: str
+) -> None:
+    """Where a Model was compiled at once, else from the second step on; a recorded step as it is recorded."""
+    alone = run_ranks(told_of_sums, 3, way, has_model, use_graph, False)
+    assert [told for told, _ in alone] == [num_told] * 3
+    assert len({weights for _, weights in alone}) == 3
+    summed = run_ranks(told_of_sums, 3, way, has_model, use_graph, True)
+    assert summed == [(0, summed[0][1])] * 3
+    assert run_ranks(told_of_sums, 1, way, has_model, use_graph, False, transport="local")[0][0] == 0
 
 
 def steps_of_the_optimizer_inside(communicator: Communicator, ways: str) -> list[str]:
@@ -235,7 +302,9 @@ def updates_one_more_by_hand(communicator: Communicator) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for step in range(5):
-            sgd.update(extra, Tensor(data=np.ones(2)))
+            grad = Tensor(data=np.ones(2))
+            sgd.all_reduce(grad)
+            sgd.update(extra, grad)
             net(*batch(step, communicator.rank))
     return [str(warning.message) for warning in seen]
 
