@@ -32,7 +32,7 @@ OWN_STEP = (
 )
 NOT_SUMMED = (
     "DistOpt: this update by hand is made by a gradient of this rank alone, as the communicator has sent nothing since "
-    "training or the step began, so the ranks' parameters drift apart; call all_reduce(grad) of the DistOpt before "
+    "training began, so the ranks' parameters drift apart; call all_reduce(grad) of the DistOpt before "
     "update(param, grad), or the DistOpt itself, optimizer(loss)"
 )
 HALF_MADE = (
@@ -76,7 +76,7 @@ class Consistency:
         self.updating: Scheme | None = None
         self.steps_by_hand: int | None = None
         self._is_loaded = False  # states, and not compared yet
-        # bytes sent until a Model was prepared, or the last step by hand ended; None: neither yet
+        # bytes sent until a Model was first prepared, or the first step by hand ended; None: neither yet
         self._sent_before: int | None = None
         self._called: dict[Tensor, str] = {}  # names that the script or a Model has given
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
@@ -107,13 +107,14 @@ class Consistency:
                 self._first_values += [digest_of(param) for param in new if param not in self.names]
 
     def check_summed(self) -> None:
-        """Warn if nothing was sent in this step: then no gradient is a sum over the ranks."""
+        """Warn if nothing was sent since training began: then no gradient is a sum over the ranks."""
         if self._sent_before == self._communicator.traffic.bytes_payload and not self._communicator.is_alone:
             warn(NOT_SUMMED)
 
-    def step_begins(self) -> None:
-        """Note what was sent before the step that begins."""
-        self._sent_before = self._communicator.traffic.bytes_payload
+    def training_begins(self) -> None:
+        """Note what was sent before the first sums, if it is not known."""
+        if self._sent_before is None:
+            self._sent_before = self._communicator.traffic.bytes_payload
 
     def called(self, params: Mapping[str, Tensor]) -> None:
         """Take over names of parameters, equal on all ranks, before the first call has seen them."""
@@ -130,7 +131,7 @@ class Consistency:
             dist.broadcast(states | self._used_slots(dist, params))
         self._called |= {param: name for name, param in params.items()}
         self.names = unique_names(dict.fromkeys([*self.names, *by_name(params)]), self._called)
-        self.step_begins()
+        self.training_begins()
 
     def register(self, dist: Compared, params: list[Tensor]) -> None:
         """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""

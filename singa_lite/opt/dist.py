@@ -542,7 +542,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         if self._ranks.check_every is not None:
             host(self._ranks.compare_if_due, self, scheme)
         if scheme is None:
-            bookkeep(self._ranks.step_begins)
+            self._ranks.training_begins()
 
     def _end_step(self) -> None:
         self._ranks.steps_by_hand = None
@@ -620,7 +620,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._opt.update_pairs([(param, grad)])
 
     def check_summed(self) -> None:
-        """Warn of an update by hand, also of the wrapped optimizer alone, in a step that has sent nothing."""
+        """Warn of an update by hand, also of the wrapped optimizer alone, if nothing was sent since training began."""
         if self._ranks.updating is None:
             self._ranks.check_summed()
 
