@@ -179,7 +179,9 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._thresholds: dict[Scheme, int] = {}  # this object's when a scheme was made
         self._ranks = Consistency(world, self._sums, check_every)
-        self._streams = MicrobatchStreams(world, self._sums, self._ranks) if self.places_streams else None
+        self._streams = (
+            MicrobatchStreams(world.rank, world.size, self._sums, self._ranks) if order == "fixed" else None
+        )
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
         self._inside, self._between = Traffic(), Traffic()  # of the last step

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..comm.base import Communicator
 from ..device import Device
 from ..errors import OptionError
 from ..graph.recorder import unrecorded
@@ -29,18 +28,19 @@ class MicrobatchStreams:
     """The random streams of the devices that have parameters, and their seeds. Note [streams of microbatches].
 
     Args:
-        communicator: of the ranks.
+        rank: number of this one.
+        num_ranks: how many there are.
         sums: those of this rank's microbatches.
         ranks: what knows the parameters.
     """
 
-    def __init__(self, communicator: Communicator, sums: GradientSums, ranks: Consistency) -> None:
-        self._communicator, self._sums, self._ranks = communicator, sums, ranks
+    def __init__(self, rank: int, num_ranks: int, sums: GradientSums, ranks: Consistency) -> None:
+        self._rank, self._num_ranks, self._sums, self._ranks = rank, num_ranks, sums, ranks
         self._seeds: dict[Device, int] = {}
 
     def place(self, opt: Optimizer) -> None:
         """Go on where this rank's next microbatch begins; ``opt`` counts the updates."""
-        self._place(opt, self._communicator.rank * self._sums.num_batches + self._sums.num_calls)
+        self._place(opt, self._rank * self._sums.num_batches + self._sums.num_calls)
 
     def share(self, opt: Optimizer, is_update: bool) -> None:
         """Go on in a part that all ranks share, behind the backward pass of a call that ``is_update`` or is not."""
@@ -70,7 +70,7 @@ class MicrobatchStreams:
 
     def _place(self, opt: Optimizer, number: int) -> None:
         """Go on where microbatch ``number`` of the update begins. OptionError: a device has got another seed since."""
-        number += opt._step_counter * self._communicator.size * self._sums.num_batches
+        number += opt._step_counter * self._num_ranks * self._sums.num_batches
         for device in self._devices():
             seed, _ = device.get_random_state()
             if self._seeds.setdefault(device, seed) != seed:
