@@ -435,6 +435,7 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: changed("__iadd__", t(2), t(3)), ShapeError, "do not broadcast"),
     (lambda: changed("__imul__", t(1), t(3)), ShapeError, r"does not broadcast to \(1,\)"),
     (lambda: changed("__iadd__", t(2), "a"), DTypeError, "got str"),
+    (lambda: tensor.add(t(2), Tensor), DTypeError, "expected a Tensor or a number, got type"),
     (lambda: changed("__iadd__", t(2, dtype="int32"), 0.5), DTypeError, "cannot hold"),
     (lambda: changed("__itruediv__", t(2, dtype="int32"), 2), DTypeError, "in-place division"),
     (lambda: changed("__iadd__", t(2), elsewhere(2)), DeviceError, "tensors are on"),

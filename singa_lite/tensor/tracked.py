@@ -33,5 +33,6 @@ def warn_if_recorded(where: str, *tensors: Any) -> None:
         where: the function of ``tensor`` that is called, for the message.
         tensors: what it computes from; other objects do not count.
     """
-    if any(getattr(tensor, "is_recorded", False) and is_recorded_now(tensor) for tensor in tensors):
+    # "is True": a class in place of a Tensor, which a later check refuses, has a property there
+    if any(getattr(tensor, "is_recorded", None) is True and is_recorded_now(tensor) for tensor in tensors):
         warn(NO_GRADIENT.format(where))
