@@ -15,7 +15,7 @@ from .gpu_arrays import is_cuda_array
 from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
 from .stop_requests import StopRequests
-from .work import Array, Work
+from .work import Array, Traffic, Work
 
 
 class DispatchCommunicator(Communicator):
@@ -32,8 +32,8 @@ class DispatchCommunicator(Communicator):
     def __init__(
         self, host: Communicator, parent: DispatchCommunicator | None = None, name: str = "of GPUs"
     ) -> None:
+        self.host, self._name = host, name  # first: it keeps the traffic
         super().__init__(host.world, host.timeout_s)
-        self.host, self._name = host, name
         self.flight_recorder = host.flight_recorder
         self.stop_requests = host.stop_requests
         # native: the first NCCL communicator of a world and its groups, on whose stream they all run
@@ -41,6 +41,15 @@ class DispatchCommunicator(Communicator):
         self._nccl: NcclCommunicator | None = None
         # for CUDA arrays of one rank: its host communicator may know numpy's alone
         self._alone = LocalCommunicator(host.world, host.timeout_s)
+
+    @property
+    def traffic(self) -> Traffic:  # type: ignore[override]
+        """What was sent so far, on both sides, and of objects and barriers, which the host's side sends."""
+        return self.host.traffic
+
+    @traffic.setter
+    def traffic(self, traffic: Traffic) -> None:
+        self.host.traffic = traffic
 
     def __repr__(self) -> str:
         return repr(self.host)

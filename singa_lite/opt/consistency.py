@@ -8,6 +8,7 @@ What lives here: the parameters' names, and what has been compared or must be. W
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..autograd.autocast import precision_of
@@ -52,6 +53,8 @@ class Compared(CallDefaults, Protocol):
     def random_seeds(self) -> dict[str, int]: ...
 
     def broadcast(self, params: Mapping[str, Tensor]) -> None: ...
+
+    def outside_step(self) -> AbstractContextManager[None]: ...
 
 
 class Consistency:
@@ -177,7 +180,9 @@ class Consistency:
     def _average(self, dist: Compared) -> None:
         named = {name: param for param, name in self.names.items()}
         named |= _slots_of(dist, named)
-        if not are_equal(self._communicator, "parameters and optimizer states", named):
+        with dist.outside_step():
+            is_equal = are_equal(self._communicator, "parameters and optimizer states", named)
+        if not is_equal:
             tensors = by_name(named)
             arrays = [tensor.array for tensor in tensors]
             for tensor in tensors:

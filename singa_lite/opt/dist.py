@@ -481,7 +481,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
                 f"DistOpt: order='fixed' has not seen {params[0].name!r}; call prepare(params, buffers) with all of "
                 "them before the first call, as Model.compile does"
             )
-        with unrecorded():
+        with unrecorded(), self.outside_step():
             self._ranks.register(self, params)
 
     @property

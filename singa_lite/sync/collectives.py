@@ -7,7 +7,8 @@ the SUM over the ranks in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -112,6 +113,15 @@ class ArrayCollectives:
         self._total.add(self._last)
         times = end_step()
         self._times = times if is_timed else None
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Leave what is sent inside, so that the ranks agree, out of what is said of the step that has begun."""
+        before = self.communicator.traffic.copy()
+        try:
+            yield
+        finally:
+            self._before.add(self.communicator.traffic.since(before))
 
     def broadcast(self, params: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
         """Copy rank 0's values of ``params`` to every rank.
