@@ -178,8 +178,7 @@ class ExitHooks:
         job = None if self.is_of_parent else self.mpi_job
         if job is not None:
             # mpiexec does not name the rank of a line, and mixes lines: all in one write
-            first = f"singa_lite: rank {job.rank} of {job.size} failed:\n"
-            tell("".join([first, *format_exception(kind, error, traceback)]))
+            tell("".join([job.failed_line, *format_exception(kind, error, traceback)]))
         try:
             if job is None or self._excepthook is not sys.__excepthook__:
                 self._excepthook(kind, error, traceback)
@@ -189,10 +188,13 @@ class ExitHooks:
                 self._end_mpi_job()
 
     def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        is_failure = fails_job(arguments) and not self.is_of_parent
+        if is_failure and self.mpi_job is not None:
+            tell(self.mpi_job.failed_line)
         try:
             self._thread_excepthook(arguments)
         finally:  # Note [full error stream]
-            if fails_job(arguments) and not self.is_of_parent:
+            if is_failure:
                 self.note_failure()
                 self._abort(reason_of(arguments))
                 self._end_mpi_job()

@@ -55,6 +55,11 @@ class MpiJob:
         os.posix_spawn(sys.executable, arguments, os.environ)
         os.close(reader)
 
+    @property
+    def failed_line(self) -> str:
+        """The line by which rank_wrapper.py knows that an exception is about to end this process."""
+        return f"singa_lite: rank {self.rank} of {self.size} failed:\n"
+
     def start(self) -> Any:
         """Start MPI; every rank must.
 

@@ -19,7 +19,7 @@ from typing import TextIO
 
 from ..errors import CommError
 from .process_names import ProcessName
-from .rank_wrapper import LINE_BYTES, distance_of, last_state, open_log
+from .rank_wrapper import LINE_BYTES, ErrorLines, last_state, open_log
 
 TAIL_LINES = 60  # enough for a traceback through a few modules
 BUFFER_BYTES = 1 << 20  # what a reader may be behind before the ranks have to wait for it
@@ -224,10 +224,12 @@ class RankOutput:
         starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
         return lines[starts[-1] :] if starts else lines[-10:]
 
-    def distance_to_cause(self, rank: int) -> int:
-        """Return how far the failure of ``rank`` is from the cause, by the last error that it printed."""
-        found = (distance_of(line.encode(errors="surrogateescape")) for line in self.final_output(rank))
-        return next((each for each in reversed(list(found)) if each is not None), 0)
+    def distance_to_cause(self, rank: int, code: int) -> int:
+        """Return how far the end of ``rank`` with exit code ``code`` is from the cause, by the error it printed."""
+        errors = ErrorLines()
+        for line in self._tails[rank]:
+            errors.read(line.encode(errors="surrogateescape"))
+        return errors.distance_to_cause(code)
 
     def _log(self, folder: Path, name: str) -> Sink:
         if name not in self._log_files:

@@ -42,10 +42,19 @@ PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WAITED = 2  # from this distance to the cause on, another rank has failed, and which is not known
-# in a CommError that tells only of another rank; that one may itself have ended as it waited for a third
-OF_ANOTHER = re.compile(
+# an error that all ranks get alike, or that tells of another one, which may itself have ended as it waited for a third
+NOT_OWN = re.compile(
+    rb"singa_lite(\.errors\.NonFiniteError: "
+    rb"|\.errors\.CheckpointError: .*rank \d+ failed: "
+    rb"|(\.errors\.|: )CommError: .*("
     rb"\b(waited|within) [0-9.e+]+ s\b|\) died\b| has died; |has closed its (communicator|messenger)"
     rb"| before all ranks (had joined|were there)|rank 0 aborted making it"
+    rb"|ranks (disagree|differ)|rank \d+ .*cannot (take part|go on)|has left after))"
+)
+TRACEBACK = b"Traceback (most recent call"
+CHAINED = (  # what Python writes between tracebacks
+    b"During handling of the above exception, another exception occurred:",
+    b"The above exception was the direct cause of the following exception:",
 )
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -62,12 +71,12 @@ class Output:
         log: a descriptor; None: no log.
 
     Attributes:
-        distance_to_cause: of the last error, see ``distance_of``.
+        errors: those on it.
         is_failing: whether the script has said that an exception ends it, as a rank of an MPI job does.
     """
 
     def __init__(self, prefix: str, log: int | None) -> None:
-        self.distance_to_cause = 0
+        self.errors = ErrorLines()
         self.is_failing = False
         self._prefix, self._log = prefix.encode(), log
         self._open_lines = {1: b"", 2: b""}
@@ -87,9 +96,7 @@ class Output:
         mpiexec would mix a line that does not fit into one write to a pipe with those of others: it is cut in pieces.
         """
         line = last_state(line)
-        distance = distance_of(line)
-        if distance is not None:
-            self.distance_to_cause = distance
+        self.errors.read(line)
         self.is_failing |= re.fullmatch(rb"singa_lite: rank \d+ of \d+ failed:", line) is not None
         size = select.PIPE_BUF - len(prefix) - 1
         for start in range(0, len(line) or 1, size):
@@ -150,7 +157,7 @@ class Script:
             self._note_stop_signals()  # while who has sent them is there
             self._pump(output, PARENT_S)
             if output.is_failing:  # it is about to abort the job, and mpiexec then kills this process, too
-                note_failure(1, WAITED if output.distance_to_cause else 0)
+                note_failure(1, WAITED if output.errors.distance else 0)
         self._note_stop_signals()  # those that have ended the script
         kill_others_of_group()
         is_readable = code == -signal.SIGKILL and select.select([self._lost], [], [], 0)[0]
@@ -229,7 +236,7 @@ def main(command: list[str]) -> int:
         return code if code >= 0 else 128 - code
     if code == 0 and not script.is_lost:
         return 0
-    note_failure(code or 1, output.distance_to_cause)
+    note_failure(code or 1, output.errors.distance_to_cause(code))
     note(job, "failed")
     if code >= 0:
         _report(output, f"{name} failed (exit code {code})")
@@ -256,21 +263,51 @@ def _give_up(job: dict[str, Any], reason: str) -> int:
 def distance_of(line: bytes) -> int | None:
     """Return how far the error on a line of output is from the cause of a job's end; None if the line has no error.
 
-    0 for an error of the rank itself or of its thread; 1 for another CommError, or for a CheckpointError of another
-    rank; WAITED for a CommError after waiting for another rank, or as another has ended; more for one that repeats
-    another's.
+    0 for an error of the rank itself or of its thread; 1 for another CommError; WAITED for one that all ranks get
+    alike, or that tells of another rank; more for one that repeats another's.
     """
-    if line.startswith(b"Traceback (most recent call"):  # whose last line follows
+    if line.startswith(TRACEBACK):  # whose last line follows
         return 0
-    if re.match(rb"singa_lite\.errors\.CheckpointError: .*rank \d+ failed: ", line):
-        return 1
-    if not re.match(rb"singa_lite(\.errors\.|: )CommError: ", line):  # the second: of a watchdog
-        return None
-    if b"this rank aborted: thread " in line:
+    is_comm_error = re.match(rb"singa_lite(\.errors\.|: )CommError: ", line)  # the second: of a watchdog
+    if is_comm_error and b"this rank aborted: thread " in line:
         return 0
-    if b"aborted: " in line:
+    if is_comm_error and b"aborted: " in line:
         return WAITED + 1
-    return WAITED if OF_ANOTHER.search(line) else 1
+    if NOT_OWN.match(line):
+        return WAITED
+    return 1 if is_comm_error else None
+
+
+class ErrorLines:
+    """The error that a process has printed last, or the first of those that it was raised from.
+
+    Attributes:
+        distance: see ``distance_of``; None: it has printed none.
+    """
+
+    def __init__(self) -> None:
+        self.distance: int | None = None
+        self._is_chained, self._is_first = False, True
+
+    def read(self, line: bytes) -> None:
+        """Take a line of output."""
+        self._is_chained |= line in CHAINED
+        found = distance_of(line)
+        if found is None:
+            return
+        if line.startswith(TRACEBACK):
+            self._is_first, self._is_chained = not self._is_chained, False
+        if self._is_first:
+            self.distance = found
+
+    def distance_to_cause(self, code: int) -> int:
+        """Return how far an end with exit code ``code``, negative for a signal, is from the cause of a job's end.
+
+        An exit code without an error may be what a script makes of another rank's end: as far as a CommError.
+        """
+        if self.distance is not None:
+            return self.distance
+        return 0 if code < 0 else 1
 
 
 def last_state(line: bytes) -> bytes:

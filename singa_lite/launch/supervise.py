@@ -164,7 +164,7 @@ class RunningJob:
     def first_failure(self) -> tuple[int | None, int]:
         """Return which rank's failure is nearest to the cause, and how far it is; None if none has failed."""
         # A rank that ends takes the others' collectives with it: their CommError only repeats its failure.
-        distances = [(self.output.distance_to_cause(rank), rank) for rank, _ in self._failures]
+        distances = [(self.output.distance_to_cause(rank, code), rank) for rank, code in self._failures]
         distance, rank = min(distances, key=itemgetter(0), default=(0, None))
         return rank, distance
 

@@ -207,6 +207,11 @@ def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypa
     os.close(reader)
 
 
+TRACE = "Traceback (most recent call last):"
+DURING = "During handling of the above exception, another exception occurred:"
+DIRECT = "The above exception was the direct cause of the following exception:"
+
+
 @pytest.mark.parametrize(
     ("text", "distance"),
     [
@@ -227,7 +232,14 @@ def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypa
         ("{0}CommError: shm: rank 2, /dev/shm/x: rank 0 aborted making it; see its error", 2),
         ("{0}CommError: my storage server does not answer", 1),
         ("{0}CommError: connect: thread 'loader': no file; this process does not join", 1),
-        ("{0}CheckpointError: save_job: rank 1 failed: no space", 1),
+        ("{0}CheckpointError: save_job: rank 1 failed: no space", 2),
+        ("{0}NonFiniteError: DistOpt: the gradient of 'out.b' on rank 2 has 1 NaN at step 0", 2),
+        ("{0}CommError: rank 1: the ranks disagree: rank 0 calls x, rank 2 calls barrier", 2),
+        (
+            "{0}CommError: rank 1: the ranks differ in their optimizers: lr is 0.1 on rank 0 but 0.2 on rank 2",
+            2,
+        ),
+        ("{0}CommError: NCCL: rank 2 on d2 cannot take part: no GPU", 2),
         (
             "{0}CommError: rank 1: x: waited 2 s for rank 0, which is stopped, too slow, or does not make this call",
             2,
@@ -239,23 +251,28 @@ def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypa
         ),
         ("{0}CommError: shm: rank 1, /dev/shm/x: was not made by rank 0 within 1e+03 s; check that", 2),
         ("{0}CommError: rank 1: x: rank 0 aborted: thread 'Thread-1': ValueError: no more", 3),
+        (
+            f"{{0}}CommError: rank 1: x: rank 0 aborted: no more\n\n{DIRECT}\n\n{TRACE}\nRuntimeError: training failed",
+            3,
+        ),
+        (f"{{0}}CommError: rank 1: x: rank 0 (process 7) died\n\n{DURING}\n\n{TRACE}\nKeyError: 'saved'", 2),
+        (f"ValueError: no more\n\n{DURING}\n\n{TRACE}\n{{0}}CommError: rank 1: x: waited 2 s for rank 0", 0),
+        (f"{{0}}CommError: rank 1: x: rank 0 aborted: no more\n{TRACE}\nValueError: another one", 0),
     ],
 )
 def test_how_far_an_error_is_from_the_cause_is_read_in_its_last_line(text, distance):
     descriptor = os.open(os.devnull, os.O_WRONLY)
     output = RankOutput(rank_names(2), None, descriptor, descriptor)
     error = text.format("singa_lite.errors.")
-    output.feed(
-        0, "stderr", f"INFO: an upload aborted: again\nTraceback (most recent call last):\n{error}\n".encode()
-    )
+    output.feed(0, "stderr", f"INFO: an upload aborted: again\n{TRACE}\n{error}\n".encode())
     # a watchdog writes no traceback
     output.feed(
         1, "stderr", b"singa_lite: CommError: rank 1: not every rank of the MPI job started MPI within 3 s\n"
     )
-    assert [output.distance_to_cause(rank) for rank in range(2)] == [distance, 2]
+    assert [output.distance_to_cause(rank, 1) for rank in range(2)] == [distance, 2]
     of_mpi = Output("", descriptor)
-    of_mpi.feed(2, f"Traceback (most recent call last):\n{error}\n".encode())
-    assert of_mpi.distance_to_cause == distance
+    of_mpi.feed(2, f"{TRACE}\n{error}\n".encode())
+    assert of_mpi.errors.distance == distance
     output.flush(lambda: False)
     os.close(descriptor)
 
@@ -563,9 +580,11 @@ def test_a_rank_that_hangs_at_its_end_is_killed_and_named(endings):
     assert "rank 1 had not ended 1 s after the others and was killed; see --exit-timeout" in result.stderr
 
 
-def test_a_repeated_failure_is_not_taken_for_the_cause(tmp_path):
-    text = "from singa_lite.errors import CommError\n"
-    text += "if rank == 0:\n    raise CommError('rank 1 has left')\n"
+@pytest.mark.parametrize("end", ["raise", "sys.exit(3)", "raise RuntimeError('training failed') from error"])
+def test_a_repeated_failure_is_not_taken_for_the_cause(tmp_path, end):
+    text = "from singa_lite.errors import CommError\nif rank == 0:\n    try:\n"
+    text += "        raise CommError('rank 1 has left')\n"
+    text += f"    except CommError as error:\n        print(error, file=sys.stderr)\n        {end}\n"
     text += "time.sleep(.5)\nraise ValueError('the cause')"
     result = run_ranks_of(write_script(tmp_path, HEAD + text), 2, is_patient=True)
     summary = result.stderr[result.stderr.index("singa-lite run:") :]

@@ -508,6 +508,36 @@ def test_no_rank_is_left_out_for_one_that_hangs_before_its_first_step(tmp_path, 
     assert result.stderr.count("with 3 ranks") == 2
 
 
+UNKNOWN_CAUSES = {  # an error that all ranks get, and one that a script has made of another rank's end
+    "NaN": """
+import numpy as np
+from singa_lite import autograd, opt, tensor
+x = tensor.from_numpy(np.full(3, np.nan if rank == 1 and number < 2 else 1, np.float32))
+w = tensor.Tensor((3,), requires_grad=True, stores_grad=True, name="w")
+autograd.training = True
+sgd = opt.DistOpt(opt.SGD(0.1), check_finite="raise")
+for step in range(7):
+    sgd(autograd.reduce_sum(autograd.mul(w, x), None, 0))
+""",
+    "wrapped": f"""
+if rank == 1 and number < 2:
+    os._exit(0)
+try:
+    exec({STEPS!r})
+except Exception as error:
+    raise RuntimeError("training failed") from error
+""",
+}
+
+
+@slow_but_first("cause", UNKNOWN_CAUSES)
+def test_no_rank_is_left_out_where_the_error_does_not_say_which(tmp_path, cause):
+    options = ["--timeout-s", "20", "--max-restarts", "2", "--min-ranks", "1"]
+    result = run_restarting(tmp_path, UNKNOWN_CAUSES[cause], *options)
+    assert result.returncode == 0, result.stderr
+    assert rounds_in(tmp_path) == {number: {0, 1, 2} for number in range(3)}
+
+
 def test_a_job_goes_on_without_a_rank_that_cannot_start(tmp_path):
     command = launch_command(
         write_script(tmp_path, HEAD + "print(size)"), 3, options=["--max-restarts", "1", "--min-ranks", "2"]
