@@ -659,9 +659,10 @@ def test_a_host_that_loses_a_slot_keeps_the_threads_of_a_rank(tmp_path):
 
 @needs_mpi
 @pytest.mark.slow  # as ranks of one host, above
-def test_a_job_goes_on_without_the_host_whose_rank_raises_after_all_have_joined(tmp_path):
+@pytest.mark.parametrize("failure", ["raise ValueError('no')", FAILS["thread"]], ids=["exception", "thread"])
+def test_a_job_goes_on_without_the_host_whose_rank_raises_after_all_have_joined(tmp_path, failure):
     before, loop, after = STEPS.partition("for step")
-    text = f"{before}if size == 3 and rank == 1:\n    raise ValueError('no')\n{loop}{after}"
+    text = f"import threading\n{before}if size == 3 and rank == 1:\n    {failure}\n{loop}{after}"
     options = ["--max-restarts", "3", "--min-ranks", "2", "--checkpoint", str(tmp_path / "saved")]
     result = run_on_hosts(tmp_path, text, *options)
     assert result.returncode == 0, result.stderr
