@@ -45,7 +45,11 @@ def add_plan(commands: Any) -> argparse.ArgumentParser:
     )
     add = plan.add_argument
     add("--ranks", required=True, metavar="N,...", help="numbers of ranks, for example 8,64,1024")
-    add("--link", metavar="RATE,LATENCY", help="between hosts, for example 25gbit,10us")
+    add(
+        "--link",
+        metavar="RATE,LATENCY",
+        help="between hosts, for example 25gbit,10us; left out with --validate alone",
+    )
     add(
         "--options", metavar="A,B,...", help="dist_options, as in fp32,sparseTopK:0.01 (default: ten of them)"
     )

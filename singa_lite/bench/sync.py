@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -106,6 +107,8 @@ def compare(
             if result is None:
                 with tracing(trace if len(settings) == 1 else _trace_of(trace, each)) as variables:
                     code = _run(each, runs, images, data, variables)
+                if code == 128 + signal.SIGINT:
+                    raise KeyboardInterrupt
                 if code != 0:
                     say(
                         f"{start}: failed with exit code {code}, see above; fix that and call again for the rest"

@@ -171,7 +171,10 @@ class Saving:
         files = [self.path / rank_file(rank) for rank in range(self._manifest.world_size)]
         while missing := [file.name for file in files if not file.exists()]:
             if self._is_given_up.is_set() or not self.path.is_dir():
-                raise CheckpointError(f"{self.path} lacks {missing}; is it a folder that all hosts share?")
+                raise CheckpointError(
+                    f"{self.path} lacks {missing}; has that rank ended, or do not all hosts share "
+                    "this folder?"
+                )
             time.sleep(POLL_S)
         write_manifest(self.path, replace(self._manifest, versions=_versions()))
         remove_old(self.path.parent, self._keep, self._damaged)

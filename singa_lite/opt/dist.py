@@ -215,7 +215,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         if threshold is not None and threshold != scheme.threshold:
             raise OptionError(
                 f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold}, not {threshold}; "
-                "changing it would lose residuals: make another DistOpt"
+                "what it keeps may belong to groups of that size: make another DistOpt"
             )
         if self.bucket_bytes != scheme.bucket_bytes:
             raise OptionError(

@@ -51,7 +51,8 @@ def read_dist_option(text: str) -> DistOption:
             key, value = first, part
         if key not in types or key in options:
             problem = f"gives {key} twice" if key in options else f"has {part!r}, which is not an option"
-            raise OptionError(f"DistOpt: dist_option {text!r} {problem}; {form_of(scheme)}")
+            cure = "; give it to DistOpt as its argument threshold" if key == "threshold" else ""
+            raise OptionError(f"DistOpt: dist_option {text!r} {problem}; {form_of(scheme)}{cure}")
         if not _has_text(types[key]):
             raise OptionError(
                 f"DistOpt: dist_option {text!r} gives {key}, a {_type_name(types[key])}, which is no text; give it by "

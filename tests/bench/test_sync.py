@@ -417,6 +417,24 @@ def test_killing_the_command_leaves_no_rank_and_no_run(digits, tmp_path):
     assert all(re.fullmatch(r"run-\w{16}\.json", name) for name in left) and len(left) == 2
 
 
+def test_ctrl_c_says_so_and_keeps_the_runs_that_have_ended(digits, tmp_path):
+    options = ["--options", "fp32,fp16", "--epochs", "1"]
+    (tmp_path / "hang-fp16").touch()
+    with subprocess.Popen(
+        command(tmp_path, *options),
+        env=environment(digits),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as started:
+        wait_until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2, "both ranks hang")
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=LIMIT_S)
+    assert started.returncode == 130 and errors.splitlines()[-1] == "singa-lite bench sync: interrupted"
+    assert "failed with exit code" not in errors and list(runs_in(tmp_path)) == [("fp32", 0)]
+    assert_nothing_left(tmp_path)
+
+
 def test_two_commands_at_once_make_a_run_once(digits, tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
     both = at_once([lambda: run(digits, tmp_path, "--options", "fp32", "--epochs", "1")] * 2)

@@ -136,6 +136,10 @@ OF_TOP_K = (
         ),
         ("fp16:x", "clip_value = 'x', expected float or None; write fp16"),
         ("fp32:1", "has '1', which is not an option; fp32 has no options"),
+        (
+            "partialUpdate:threshold=5",
+            "partialUpdate has no options; give it to DistOpt as its argument threshold",
+        ),
     ],
 )
 def test_a_text_that_is_wrong_is_refused_with_what_it_may_say(text: str, message: str) -> None:
