@@ -3,7 +3,7 @@
 
     git worktree add ~/before COMMIT && make -C ~/before .venv-test/installed
     python benchmarks/two_commits.py ~/before                                  1 thread, and 2 ranks of the CNN
-    python benchmarks/two_commits.py ~/before --models mlp --rounds 40
+    python benchmarks/two_commits.py ~/before --models mlp --rounds 42
 
 Each checkout runs with the Python of its ``.venv-test``; all processes are interleaved, and the first round is not
 counted. The processes are started several times, every second time in the other order, as where a process has its
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=["cnn", "mlp", "resnet20", "resnet18"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--ranks", type=int, default=2, help="of the CNN by DistOpt; 0 leaves that out")
-    parser.add_argument("--rounds", type=int, default=24, help="rounds that count, of all starts")
-    parser.add_argument("--starts", type=int, default=6, help="how often both are started")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds that count, of all starts together")
+    parser.add_argument("--starts", type=int, default=6, help="how often both are started, an even number")
     parser.add_argument("--steps", type=int, default=10, help="steps in a round")
     arguments = parser.parse_args()
     print(machine(), flush=True)
@@ -77,7 +77,7 @@ def report(name: str, start: partial[Group], arguments: argparse.Namespace) -> N
     times: dict[str, list[float]] = {"before": [], "now": []}
     for number in range(arguments.starts):
         order = sorted(starts, reverse=bool(number % 2))  # what starts second is 1 to 2 % slower
-        rounds = -(-arguments.rounds // arguments.starts)
+        rounds = max(1, arguments.rounds // arguments.starts)
         found = time_interleaved({each: starts[each] for each in order}, rounds, arguments.steps)
         for each, values in found.items():
             times[each] += values

@@ -15,7 +15,7 @@ from .gpu_arrays import is_cuda_array
 from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
 from .stop_requests import StopRequests
-from .work import Array, Traffic, Work
+from .work import Array, Traffic, Work, uncounted
 
 
 class DispatchCommunicator(Communicator):
@@ -65,7 +65,7 @@ class DispatchCommunicator(Communicator):
         if self._nccl is None:
             device = device_of(array)
             above = self._first[0] if self._first else None
-            with unrecorded():
+            with unrecorded(), uncounted(self.host):
                 self._nccl = NcclCommunicator(self.host, device, parent=above, name=self._name)
             self._first[:] = [above or self._nccl._native]
             self.carries_requests = False

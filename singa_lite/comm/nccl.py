@@ -45,7 +45,7 @@ from .flight_recorder import is_recording, title_of
 from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, address_of, is_cuda_array
 from .gpu_recorder import GpuRecorder
 from .wire import WIRE_DTYPES
-from .work import Array, Work
+from .work import Array, Work, uncounted
 
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
@@ -230,7 +230,7 @@ class NcclCommunicator(Communicator):
         kind, name, op, root, wire_dtype = operation
         how = [op, wire_dtype and f"as {wire_dtype}", root and f"root {root}", f"{array.dtype}[{array.size}]"]
         text = " ".join(str(each) for each in how if each)
-        with unrecorded():
+        with unrecorded(), uncounted(self.host):
             self.host.barrier(name=f"before NCCL's {kind} {name}: {text}")
         if len(self._compared) >= MAX_COMPARED:
             del self._compared[next(iter(self._compared))]

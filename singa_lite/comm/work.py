@@ -11,6 +11,8 @@ all-reduce 2(N-1)/N*B, reduce-scatter and all-to-all (N-1)/N*B, all-gather (N-1)
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +58,22 @@ class Traffic:
             self.bytes_payload - before.bytes_payload,
             self.wait_s - before.wait_s,
         )
+
+
+class Counting(Protocol):
+    """What counts its traffic: a communicator."""
+
+    traffic: Traffic
+
+
+@contextmanager
+def uncounted(communicator: Counting) -> Iterator[None]:
+    """Leave what is sent inside, to make groups or begin with NCCL, out of the traffic of ``communicator``."""
+    before = communicator.traffic.copy()
+    try:
+        yield
+    finally:
+        communicator.traffic = before
 
 
 class Times(NamedTuple):

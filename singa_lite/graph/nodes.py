@@ -94,6 +94,7 @@ class Scalar:
     __rpow__ = partialmethod(_with, operator.pow, is_right=True)
     __neg__ = partialmethod(_with, operator.neg)
     __abs__ = partialmethod(_with, operator.abs)
+    __round__ = __floor__ = __ceil__ = __trunc__ = __divmod__ = __rdivmod__ = _refuse
     __bool__ = __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __eq__ = __ne__ = _refuse  # type: ignore[assignment]
     __hash__ = object.__hash__

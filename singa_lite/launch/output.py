@@ -157,6 +157,7 @@ class RankOutput:
         self._prefixes = [name.prefix.encode() for name in names]
         self._open_lines = {(rank, name): b"" for rank in range(len(names)) for name in self._sinks}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in names]
+        self._errors = [ErrorLines() for _ in names]
         self._logs = [] if self._log_dir is None else [self._log(self._log_dir, name.log) for name in names]
 
     def rest(self, seconds: float) -> None:
@@ -226,10 +227,7 @@ class RankOutput:
 
     def distance_to_cause(self, rank: int, code: int) -> int:
         """Return how far the end of ``rank`` with exit code ``code`` is from the cause, by the error it printed."""
-        errors = ErrorLines()
-        for line in self._tails[rank]:
-            errors.read(line.encode(errors="surrogateescape"))
-        return errors.distance_to_cause(code)
+        return self._errors[rank].distance_to_cause(code)
 
     def _log(self, folder: Path, name: str) -> Sink:
         if name not in self._log_files:
@@ -240,6 +238,7 @@ class RankOutput:
         line = last_state(line.removesuffix(b"\r"))
         if name == "stderr":
             self._tails[rank].append(line.decode(errors="surrogateescape"))
+            self._errors[rank].read(line)
         if self._logs:
             self._logs[rank].write(line + b"\n")
         self._put(name, self._prefixes[rank] + line + b"\n")

@@ -41,7 +41,7 @@ POLL_S = 0.05
 PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-WAITED = 2  # from this distance to the cause on, another rank has failed, and which is not known
+WAITED = 2  # from this distance to the cause on, an error does not say which rank is the cause
 # an error that all ranks get alike, or that tells of another one, which may itself have ended as it waited for a third
 NOT_OWN = re.compile(
     rb"singa_lite(\.errors\.NonFiniteError: "
@@ -49,13 +49,13 @@ NOT_OWN = re.compile(
     rb"|(\.errors\.|: )CommError: .*("
     rb"\b(waited|within) [0-9.e+]+ s\b|\) died\b| has died; |has closed its (communicator|messenger)"
     rb"| before all ranks (had joined|were there)|rank 0 aborted making it"
-    rb"|ranks (disagree|differ)|rank \d+ .*cannot (take part|go on)|has left after))"
+    rb"|ranks (disagree|differ)|rank \d+ .*cannot (take part|go on)|has left after"
+    rb"|NCCL: ranks? \d+ |MPI: rank \d+ on ))"
 )
-TRACEBACK = b"Traceback (most recent call"
-CHAINED = (  # what Python writes between tracebacks
-    b"During handling of the above exception, another exception occurred:",
-    b"The above exception was the direct cause of the following exception:",
-)
+TRACEBACK = re.compile(rb"(  \+ Exception Group )?Traceback \(most recent call")
+# what Python writes between tracebacks
+DURING = b"During handling of the above exception, another exception occurred:"
+DIRECT = b"The above exception was the direct cause of the following exception:"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -266,7 +266,7 @@ def distance_of(line: bytes) -> int | None:
     0 for an error of the rank itself or of its thread; 1 for another CommError; WAITED for one that all ranks get
     alike, or that tells of another rank; more for one that repeats another's.
     """
-    if line.startswith(TRACEBACK):  # whose last line follows
+    if TRACEBACK.match(line):  # whose last line follows
         return 0
     is_comm_error = re.match(rb"singa_lite(\.errors\.|: )CommError: ", line)  # the second: of a watchdog
     if is_comm_error and b"this rank aborted: thread " in line:
@@ -279,7 +279,10 @@ def distance_of(line: bytes) -> int | None:
 
 
 class ErrorLines:
-    """The error that a process has printed last, or the first of those that it was raised from.
+    """The error that a process has printed last, with those before it in a chain of tracebacks.
+
+    One that was raised from another is as far from the cause as that one; one that came while another was handled as
+    far as the farther of both.
 
     Attributes:
         distance: see ``distance_of``; None: it has printed none.
@@ -287,18 +290,24 @@ class ErrorLines:
 
     def __init__(self) -> None:
         self.distance: int | None = None
-        self._is_chained, self._is_first = False, True
+        self._link = b""  # between the traceback before and the next one
+        self._before: int | None = None  # distance of what the last traceback is linked to
+        self._is_raised_from = False
 
     def read(self, line: bytes) -> None:
         """Take a line of output."""
-        self._is_chained |= line in CHAINED
+        if line in (DURING, DIRECT):
+            self._link = line
         found = distance_of(line)
         if found is None:
             return
-        if line.startswith(TRACEBACK):
-            self._is_first, self._is_chained = not self._is_chained, False
-        if self._is_first:
+        if TRACEBACK.match(line):
+            self._before = self.distance if self._link else None
+            self._is_raised_from, self._link = self._link == DIRECT, b""
+        if self._before is None:
             self.distance = found
+        elif not self._is_raised_from:
+            self.distance = max(found, self._before)
 
     def distance_to_cause(self, code: int) -> int:
         """Return how far an end with exit code ``code``, negative for a signal, is from the cause of a job's end.

@@ -16,7 +16,7 @@ import numpy as np
 from .. import autograd
 from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
-from ..config import state, this_thread
+from ..config import this_thread
 from ..device import Device
 from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int
 from ..graph.clock import drop_step, lap
@@ -258,9 +258,6 @@ class Optimizer:
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """Update one parameter (SINGA's older name), by what a subclass has overridden."""
-        for dist in state.dist_opts:
-            if dist.opt is self:
-                dist.check_summed()
         self.update_pairs([(param, grad)])
 
     def update_pairs(self, pairs: Pairs) -> None:

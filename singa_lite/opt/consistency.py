@@ -32,9 +32,9 @@ OWN_STEP = (
     "ranks were not compared; end a step by hand with DistOpt.step(), not with step() of the optimizer inside"
 )
 NOT_SUMMED = (
-    "DistOpt: this update by hand is made by a gradient of this rank alone, as the communicator has sent nothing since "
-    "training began, so the ranks' parameters drift apart; call all_reduce(grad) of the DistOpt before "
-    "update(param, grad), or the DistOpt itself, optimizer(loss)"
+    "DistOpt: an update by hand, though its communicator has sent nothing since training began: unless the script sums "
+    "this gradient or averages parameters in another way, each rank trains by itself. Call all_reduce(grad) of the "
+    "DistOpt before update(param, grad), or the DistOpt itself, optimizer(loss)"
 )
 HALF_MADE = (
     "DistOpt: an exception ended the update of step {}. What {} keeps of gradients may have changed already; load "
@@ -101,7 +101,7 @@ class Consistency:
         """Mark ``params``, which no call has seen, to be compared too from now on; called before they change."""
         if self.steps_by_hand not in (None, dist.opt._step_counter) and not self._communicator.is_alone:
             warn(OWN_STEP)
-        self.check_summed()
+        self._check_summed(dist)
         self.steps_by_hand = dist.opt._step_counter
         new = [param for param in params if param not in self._by_hand]
         self._by_hand |= dict.fromkeys(new)
@@ -109,9 +109,11 @@ class Consistency:
             with unrecorded():
                 self._first_values += [digest_of(param) for param in new if param not in self.names]
 
-    def check_summed(self) -> None:
-        """Warn if nothing was sent since training began: then no gradient is a sum over the ranks."""
-        if self._sent_before == self._communicator.traffic.bytes_payload and not self._communicator.is_alone:
+    def _check_summed(self, dist: Compared) -> None:
+        """Warn if nothing was sent since training began, though the dist_option keeps the ranks' parameters equal."""
+        if self._communicator.is_alone or not dist.keeps_equal or self.may_differ:
+            return
+        if self._sent_before == self._communicator.traffic.bytes_payload:
             warn(NOT_SUMMED)
 
     def training_begins(self) -> None:

@@ -619,12 +619,7 @@ class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
         check_pair("DistOpt", param, grad)
         self._begin_by_hand([param])
         grad /= self.world_size
-        self._opt.update_pairs([(param, grad)])
-
-    def check_summed(self) -> None:
-        """Warn of an update by hand, also of the wrapped optimizer alone, if nothing was sent since training began."""
-        if self._ranks.updating is None:
-            self._ranks.check_summed()
+        self._opt.update(param, grad)
 
     def _begin_by_hand(self, params: list[Tensor]) -> None:
         self._check_by_hand()

@@ -13,12 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..comm.base import Communicator
+from ..comm.work import uncounted
 from ..errors import DTypeError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
 from .base import scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange
-from .step_groups import StepGroups, uncounted
+from .step_groups import StepGroups
 
 WIRE_DTYPES = {"fp32": None, "bf16": "bfloat16"}  # by dist_option; None: their own
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import Communicator
-from ..comm.work import Traffic
+from ..comm.work import Traffic, uncounted
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
 from .base import Scheme, StepContext, scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange, Soon
-from .step_groups import StepGroups, uncounted
+from .step_groups import StepGroups
 from .text import read_dist_option
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from ..comm.base import Communicator
 from ..comm.work import Traffic
@@ -30,13 +29,3 @@ class StepGroups:
         for traffic in sent:
             self._communicator.traffic.add(traffic)
         return sent
-
-
-@contextmanager
-def uncounted(communicator: Communicator) -> Iterator[None]:
-    """Leave what is sent inside out of the traffic of ``communicator``: making groups is no part of a step."""
-    before = communicator.traffic.copy()
-    try:
-        yield
-    finally:
-        communicator.traffic = before

@@ -209,6 +209,7 @@ def test_a_sink_keeps_what_it_gets_until_the_system_has_a_thread_for_it(monkeypa
 
 TRACE = "Traceback (most recent call last):"
 DURING = "During handling of the above exception, another exception occurred:"
+DEEP = "\n".join(["  File 'x'"] * 99)  # more than the lines that are kept
 DIRECT = "The above exception was the direct cause of the following exception:"
 
 
@@ -256,11 +257,22 @@ DIRECT = "The above exception was the direct cause of the following exception:"
             3,
         ),
         (f"{{0}}CommError: rank 1: x: rank 0 (process 7) died\n\n{DURING}\n\n{TRACE}\nKeyError: 'saved'", 2),
-        (f"ValueError: no more\n\n{DURING}\n\n{TRACE}\n{{0}}CommError: rank 1: x: waited 2 s for rank 0", 0),
+        (f"ValueError: no more\n\n{DURING}\n\n{TRACE}\n{{0}}CommError: rank 1: x: waited 2 s for rank 0", 2),
+        (f"KeyError: 'saved'\n\n{DURING}\n\n{TRACE}\nValueError: no more", 0),
+        (f"KeyError: 'saved'\n\n{DURING}\n\n{TRACE}\n{{0}}CommError: rank 1: x: rank 2 aborted: no more", 3),
+        (f"KeyError: 'saved'\n\n{DIRECT}\n\n{TRACE}\n{{0}}CommError: my server does not answer", 0),
+        (f"{{0}}CommError: x: rank 2 aborted: no\n\n{DIRECT}\n\n{TRACE}\n{DEEP}\nRuntimeError: no", 3),
+        ("{0}CommError: NCCL: ranks 0 and 1 both use GPU 0 of d1", 2),
+        (
+            "ValueError: deep\n"
+            + "  + Exception Group Traceback (most recent call last):\n"
+            + "  | ExceptionGroup: two",
+            0,
+        ),
         (f"{{0}}CommError: rank 1: x: rank 0 aborted: no more\n{TRACE}\nValueError: another one", 0),
     ],
 )
-def test_how_far_an_error_is_from_the_cause_is_read_in_its_last_line(text, distance):
+def test_how_far_an_error_is_from_the_cause_is_read_in_the_last_lines_of_its_tracebacks(text, distance):
     descriptor = os.open(os.devnull, os.O_WRONLY)
     output = RankOutput(rank_names(2), None, descriptor, descriptor)
     error = text.format("singa_lite.errors.")

@@ -96,6 +96,8 @@ def test_what_is_computed_of_a_number_is_read_again_at_every_replay(
         float,
         int,
         lambda lr: max(lr, 0.1),
+        lambda lr: round(lr, 2),
+        lambda lr: divmod(lr, 2)[1],
         lambda lr: lr * np.full(2, 0.5),
         lambda lr: np.full(2, 0.5) * lr,
     ],

@@ -197,7 +197,7 @@ def test_the_first_step_by_hand_warns_of_other_values_and_changes_none(case: str
         first = {"other values": rank + 1.0, "may differ": rank, "broadcast": 0.0}.get(case, 1.0)
         np.testing.assert_allclose(values, [[first - 0.3] * 2, [1.7] * 2], rtol=1e-6)
         told = [
-            text for text in texts if "a gradient of this rank alone" not in text
+            text for text in texts if "each rank trains by itself" not in text
         ]  # they are equal on all here
         assert ["different values" in text for text in told] == [True] * (case == "other values"), texts
 
@@ -206,7 +206,6 @@ UPDATES = {
     "update": lambda sgd, param, grad: sgd.update(param, grad),
     "apply": lambda sgd, param, grad: sgd.apply(param.name, param, grad),
     "update_all": lambda sgd, param, grad: sgd.update_all([(param, grad)]),
-    "wrapped": lambda sgd, param, grad: sgd.opt.update(param, grad),
 }
 
 
@@ -228,11 +227,16 @@ class ByHand(Net):
 
 
 def told_of_sums(
-    communicator: Communicator, way: str, has_model: bool, use_graph: bool, sums: bool
+    communicator: Communicator,
+    way: str,
+    has_model: bool,
+    use_graph: bool,
+    sums: bool,
+    dist_option: str = "fp32",
 ) -> tuple[int, bytes]:
     """In how many steps a rank was told that its gradients are not summed; and the weights."""
     net = ByHand(way, sums)
-    sgd = opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator)
+    sgd = opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator, dist_option=dist_option)
     if has_model:
         net.set_optimizer(sgd)
     net.compile([batch(0, 0)[0]], use_graph=use_graph)
@@ -244,7 +248,7 @@ def told_of_sums(
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             (net if has_model else net.train_one_batch)(*batch(step, communicator.rank))
-        told += any("a gradient of this rank alone" in str(each.message) for each in found)
+        told += any("each rank trains by itself" in str(each.message) for each in found)
     return told, to_numpy(net.linear.W).tobytes()
 
 
@@ -263,7 +267,22 @@ def test_updates_by_gradients_that_are_not_summed_are_warned_of(
     assert len({weights for _, weights in alone}) == 3
     summed = run_ranks(told_of_sums, 3, way, has_model, use_graph, True)
     assert summed == [(0, summed[0][1])] * 3
+    differing = run_ranks(told_of_sums, 3, way, has_model, use_graph, False, "partialUpdate")
+    assert [told for told, _ in differing] == [0] * 3
     assert run_ranks(told_of_sums, 1, way, has_model, use_graph, False, transport="local")[0][0] == 0
+
+
+class WritesUpdate(opt.SGD):
+    """Halves the gradient in SINGA's older method."""
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        super().update(param, grad * 0.5)
+
+
+def test_an_update_by_hand_runs_that_of_the_wrapped_optimizer() -> None:
+    param = Tensor(data=np.ones(2), stores_grad=True, name="w")
+    opt.DistOpt(WritesUpdate(0.1)).update(param, Tensor(data=np.ones(2)))
+    np.testing.assert_allclose(to_numpy(param), 0.95, rtol=1e-6)
 
 
 def steps_of_the_optimizer_inside(communicator: Communicator, ways: str) -> list[str]:
