@@ -82,7 +82,10 @@ class ArrayCollectives:
 
     @property
     def wait_s(self) -> float:
-        """Seconds the host waited for collectives in the last step, that of ``check_finite`` among them."""
+        """Seconds the host waited for collectives in the last step, that of ``check_finite`` among them.
+
+        Without those by which the ranks agree before a first step.
+        """
         return self._measured("wait_s", self._last).wait_s
 
     @property
