@@ -276,7 +276,7 @@ def test_recorded_programs_do_what_eager_ones_do_on_cuda(
 def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[list[Any]]:
     with warnings.catch_warnings():
         warnings.filterwarnings(
-            "ignore", "DistOpt: this update by hand"
+            "ignore", "DistOpt: an update by hand"
         )  # of programs that send no gradients
         return [run(seed, use_graph, communicator)[0] for seed in seeds]
 
