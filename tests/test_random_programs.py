@@ -275,9 +275,7 @@ def test_recorded_programs_do_what_eager_ones_do_on_cuda(
 
 def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[list[Any]]:
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "DistOpt: an update by hand"
-        )  # of programs that send no gradients
+        warnings.filterwarnings("ignore", "DistOpt: an update by hand")  # of programs that send no gradients
         return [run(seed, use_graph, communicator)[0] for seed in seeds]
 
 
