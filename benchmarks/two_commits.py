@@ -7,8 +7,9 @@
 
 Each checkout runs with the Python of its ``.venv-test``; all processes are interleaved, and the first round is not
 counted. The processes are started several times, every second time in the other order, as where a process has its
-memory changes its steps by a few per cent for as long as it runs. Printed: median step times, this checkout's as a
-share of the other's, and the same of the imports of a script that trains.
+memory changes its steps by a few per cent for as long as it runs. So does the name of a checkout's folder: give both
+names of one length, and run again with the two exchanged. Printed: median step times, this checkout's as a share of the
+other's, and the same of the imports of a script that trains.
 """
 
 from __future__ import annotations

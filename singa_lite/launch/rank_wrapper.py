@@ -42,7 +42,7 @@ PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WAITED = 2  # from this distance to the cause on, an error does not say which rank is the cause
-# an error that all ranks get alike, or that tells of another one, which may itself have ended as it waited for a third
+# errors that every rank raises, or that name the end of another rank, which may only have waited for a third one
 NOT_OWN = re.compile(
     rb"singa_lite(\.errors\.NonFiniteError: "
     rb"|\.errors\.CheckpointError: .*rank \d+ failed: "
@@ -263,8 +263,8 @@ def _give_up(job: dict[str, Any], reason: str) -> int:
 def distance_of(line: bytes) -> int | None:
     """Return how far the error on a line of output is from the cause of a job's end; None if the line has no error.
 
-    0 for an error of the rank itself or of its thread; 1 for another CommError; WAITED for one that all ranks get
-    alike, or that tells of another rank; more for one that repeats another's.
+    0 for an error of the rank itself or of its thread; 1 for another CommError; WAITED for an error that every rank
+    raises, or that names the end of another rank; more for one that repeats another's.
     """
     if TRACEBACK.match(line):  # whose last line follows
         return 0
